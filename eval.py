@@ -28,6 +28,7 @@ import math
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +37,14 @@ from tqdm import tqdm
 
 from world import machine  # first: it says in one line what Windows lacks
 import feedback_distill
-import hsdp
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
+from command import checkpoints
 import fast
-from fast.sampler import Sampler as FastSampler
-from fast.workers import generation_model
-from world.audit import audit_chain
+from fast import sampler as fast_sampler
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task_file import read_tasks
@@ -142,15 +140,14 @@ def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
 
 def make_record(chain, prices=PRICES):
     """What is kept of one pass: plain numbers."""
+    rollout.grade(chain)
     flaws = {hint.kind for hint in feedback_distill.detect(chain, HABITS)}
     return {
         **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
-        # An agent that a limit cut off has submitted nothing, even if its files pass the tests.
-        "solved": bool(chain.solved and chain.finished),
+        "solved": bool(chain.solved),
         "finished": bool(chain.finished),
-        "effort": float(compute_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
@@ -228,16 +225,16 @@ def summarize_policies(policies):
 
 
 def has_cheat(chain):
-    """Does the audit find a cheat in this rollout? Only facts count; for what only sounds like a
-    cheat, see `is_suspicious`."""
-    return any(finding.severity == "cheat" for finding in audit_chain(chain))
+    """Has the audit found a cheat in this rollout, which was judged? Only facts count; for what
+    only sounds like a cheat, see `is_suspicious`."""
+    return any(finding.severity == "cheat" for finding in chain.findings or [])
 
 
 def is_suspicious(chain):
     """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
     if has_cheat(chain):
         return False
-    return any(finding.severity == "suspicious" for finding in audit_chain(chain))
+    return any(finding.severity == "suspicious" for finding in chain.findings or [])
 
 
 def submitted_untested(chain):
@@ -259,6 +256,35 @@ def submitted_untested(chain):
     return not green
 
 
+def rollout_rows(groups, rank):
+    """What the log of rl counts -> one dict per rollout of this rank. It is small, since it goes to
+    every rank. groups: of this rank, each a list of chains"""
+    # All habits are looked for, also those that --habits leaves out.
+    every_habit = tuple(feedback_distill.REMINDERS)
+    rows = []
+    for number, group in enumerate(groups):
+        for chain in group:
+            # `files` is compared within a group alone, which lives on one rank: a text's hash is
+            # another number in every process.
+            row = dict(chain.stats)
+            row.update(
+                group=(rank, number),
+                level=chain.task.level,
+                solved=chain.solved,
+                reward=chain.reward,
+                cheats=has_cheat(chain),
+                suspicious=is_suspicious(chain),
+                reads="read_file" in chain.task.tools,
+                blind=submitted_untested(chain),
+                probe=summarize.count_named_targets(chain),
+                decode_steps=chain.steps,
+                flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
+                files=hash(frozenset(chain.files.items())),
+            )
+            rows.append(row)
+    return rows
+
+
 # ---------------------------------------------------------------- policies
 
 
@@ -274,68 +300,44 @@ def held_out(number, levels=LEVELS, split="heldout"):
     return tasks
 
 
-def last_stage(folder):
-    """The checkpoint of a run's last stage, or the folder itself where it is no run"""
-    for stage in ("rl", "sft", "long", "pretrain"):
-        if hsdp.checkpoint_exists(Path(folder, stage)):
-            return Path(folder, stage)
-    return Path(folder)
-
-
-def unfinished_label(folder):
-    """The label that a result made from this checkpoint needs: "" at the end of its stage, before
-    that "unfinished: step 3 of 60"."""
-    extra = hsdp.load_extra(folder)
-    step, steps = extra.get("step"), extra["config"].get("steps")
-    if step is None or steps is None or step >= steps:
-        return ""
-    return f"unfinished: step {step} of {steps}"
-
-
-def made_by(folder):
-    """The label of a checkpoint's recipe: "" for the plain one; for an arm of an experiment, the
-    patch that it was trained with. Evaluation does not apply the patch."""
-    patch = hsdp.load_extra(folder).get("patch", "")
-    return f"made by {patch}" if patch else ""
+# What a policy acts by, of the configuration that it was trained with
+ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger"}
 
 
 def load_policy(folder, device="cpu", plain=False):
     """The folder of a checkpoint, or of a run (then its last stage) -> model ready to sample,
     tokenizer, configuration. plain: without the twins of fast/. Callers that show results label
-    those of an unfinished stage (`unfinished_label`)."""
-    path = last_stage(folder)
-    extra = hsdp.load_extra(path)
-
-    # A checkpoint that is older than these flags was trained as with these values.
-    older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
-    config = {**older, **extra["config"]}
-    # Flags that no longer exist. Without them this policy would act in a world that it was not
-    # trained in.
-    for name in ("truncate", "commands"):
-        if config.get(name):
-            raise ValueError(
-                f"{path} was made with {name}={config[name]}, no flag any more: see "
-                "experiments/summary.py"
-            )
+    those of an unfinished stage (`checkpoints.unfinished_label`)."""
+    path = checkpoints.last_stage(folder)
+    extra = checkpoints.load_extra(path)
+    config = extra["config"]
+    if missing := sorted(ACTS_BY - config.keys()):
+        raise ValueError(f"{path} does not say its {', '.join(missing)}: of another version")
 
     # The tokenizer and the model's shape are in the checkpoint, too: nothing else is needed.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
-    hsdp.load_sharded_checkpoint(path, model)
+    checkpoints.load_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
 def make_sampler(model, tokenizer, config, temperature):
-    """A sampler of this policy: the plain one if the run is plain, else its fast twin. The fast one
-    gets a copy of the weights, rounded to the dtype of the products."""
-    options = dict(window=config["window"], temperature=temperature)
-    if config.get("plain"):
-        return rollout.Sampler(model, tokenizer, **options)
-    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
-    copy.load_state_dict(model.state_dict())
-    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
+    """A sampler of this policy, with a copy of its weights. The fast sampler holds them rounded to
+    the dtype of the products."""
+    made = fast_sampler.make_sampler(
+        model.config,
+        model.dtype,
+        model.embed.weight.device,
+        tokenizer,
+        config["window"],
+        temperature,
+        plain=config.get("plain", False),
+        draft=config["draft"],
+    )
+    made.model.load_state_dict(model.state_dict())
+    return made
 
 
 def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None, numbers=None):
@@ -409,18 +411,13 @@ def hint_effect(model, tokenizer, chain):
     device = model.embed.weight.device
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
-        # The flagged turn, the tokens that the hint speaks about, and where they are predicted.
+        # The tokens that the hint speaks about, and where they are predicted.
         episode = chain.episodes[hint.episode]
-        turn = episode.turns[hint.turn]
-        text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
-        span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        targets = feedback_distill.pack_hinted([episode], [(0, hint.turn, text, span)]).to(device)
+        spliced = feedback_distill.splice(tokenizer, episode, hint)
+        targets = feedback_distill.pack_hinted([replace(episode, hints=[spliced])]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
-        plain = []
-        for earlier in episode.turns[: hint.turn + 1]:
-            plain += earlier.tokens
-        plain = torch.tensor([plain], device=device)  # (1, T)
+        plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)
         without = plain, targets.student_row, targets.student_position
 
         # With it: the hint stands right above the turn, and shifts every position by its length.
@@ -432,7 +429,8 @@ def hint_effect(model, tokenizer, chain):
             logits = feedback_distill.logits_at(model, tokens, rows, positions)  # (N, V)
             logp = logits.log_softmax(-1).gather(1, targets.token[:, None])  # (N, 1)
             probabilities.append(float(logp.sum().exp()))
-        wrong = [call.name for call in turn.calls if call.error == "unknown_tool"]
+        calls = episode.turns[hint.turn].calls
+        wrong = [call.name for call in calls if call.error == "unknown_tool"]
         found.append((wrong[0], *probabilities))
     return found
 
@@ -519,8 +517,8 @@ def evaluate(run, config, paths, made, published):
     """Rollouts of held-out tasks by the policies before and after RL -> {name: records}, on every
     rank. Every rank plays its share of the tasks.
 
-    config, paths, made, published: see find_policies in command/evaluation.py, which also writes
-    the results. run: a train.Run"""
+    config, paths, made, published: see Asked in command/evaluation.py, which also writes the
+    results. run: a train.Run"""
     # Tasks that no policy has seen.
     if config.tasks:
         tasks = read_tasks(config.tasks)
@@ -534,7 +532,11 @@ def evaluate(run, config, paths, made, published):
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
         reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
-        if saved["stage"] == "rl" and hsdp.checkpoint_exists(start) and not saved["init_from"]:
+        if (
+            saved["stage"] == "rl"
+            and checkpoints.checkpoint_exists(start)
+            and not saved["init_from"]
+        ):
             reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
 
         # Rollouts draw their random numbers by the number of their task, so they are the same for
@@ -564,7 +566,7 @@ def play_expert(sloppy, tasks):
     for task in tasks:
         rng = random.Random(task.instance_id)
         chain = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
-        chain.solved = judge(task, chain.files, sandbox).solved
+        chain.passed = judge(task, chain.files, sandbox).solved
         records.append(make_record(chain))
     return records
 
@@ -593,8 +595,9 @@ def load_runs(folders):
     """-> {the name of a run in the table: its model, tokenizer and configuration}"""
     models = {}
     for folder in folders:
-        path = last_stage(folder)
-        label = "; ".join(filter(None, [unfinished_label(path), made_by(path)]))
+        path = checkpoints.last_stage(folder)
+        labels = checkpoints.unfinished_label(path), checkpoints.made_by(path)
+        label = "; ".join(filter(None, labels))
         models[f"{folder} ({label})" if label else folder] = load_policy(folder)
     return models
 
@@ -620,7 +623,7 @@ def main(argv):
         write_report,
     )
 
-    args = parse_eval_flags(argv, len(LEVELS))
+    args = parse_eval_flags(argv, len(LEVELS), len(synth_tasks.LEVELS))
     problem = try_to_draw()  # now, and not after the rollouts
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

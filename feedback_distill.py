@@ -3,8 +3,9 @@ turn.
 
 A scalar reward says that something in a hundred turns was good; it cannot say which tool call was
 silly. So: write a short hint, put it right above the faulty turn, and let the same policy, now
-reading the hint, re-score the tokens it has sampled. That is the teacher; the policy in the
-original context is the student; a KL moves student to teacher on that turn only.
+reading the hint, re-score tokens that it has sampled. That is the teacher; the policy in the
+original context is the student; a KL moves student to teacher on the tokens that the hint speaks
+about: on a call and its name, say, and not on the rest of the turn.
 
 Stated by Cursor (cursor.com/blog/composer-2-5): this construction, beside the RL objective over the
 whole trajectory; one forward pass, no new decoding; the example of a tool that does not exist
@@ -14,19 +15,22 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
 
     student   s = log pi(. | x, y_<t)        teacher   t = log pi_T(. | x, hint, y_<t), no gradient
     reverse   sum e^s (s - t)                forward   sum e^t (t - s)
-    JSD       (1-a) KL(s | m) + a KL(t | m),   m = log((1-a) e^s + a e^t)
-    top-k     the k likeliest entries and one bucket for the rest, log(1 - sum)
-    loss      sum of these over the hinted turns' tokens / number of such tokens (train.py divides
-              by the number of rollouts where that is larger)
+    JSD       (KL(s | m) + KL(t | m)) / 2,   m = log((e^s + e^t) / 2)
+    loss      sum of these over the N tokens that hints speak about / max(N, number of rollouts), so
+              that a few last hints do not outweigh the reward
 
-To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> what to
-say of that turn, or None. `detect` asks it, the trainer teaches it (--habits=its name).
+The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
+its own (splice -> Splice, in the list episode.hints), the contexts of a batch are packed
+(pack_hinted -> Targets), the Teacher reads them (-> logits), feedback_loss compares.
+
+To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> a Hint
+or a text, or None. `detect` asks it, the trainer teaches it (--habits=its name).
 
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
 (it routes by itself); targets spread over context-parallel ranks; a second hint on one turn.
 
-Letters (README has them all): B rows of the trainer's batch, T tokens of a row, N targets (tokens
-of hinted turns), V vocabulary, k entries kept.
+Letters (README has them all): B rows of the trainer's batch, T their length, R teacher rows (one per hint), S their
+length, N targets (the tokens that the hints speak about), V vocabulary.
 
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
@@ -35,17 +39,15 @@ import itertools
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from length_penalty import count_effort
-from rollout import Tokenizer, make_turn, play_moves
+from rollout import Call, Chain, Episode, Tokenizer, make_turn, pack, play_moves, policy_loss
 from world.expert import expert
 from world.task import HINTED, Action
 from world.tools import ARGUMENTS
@@ -53,14 +55,18 @@ from world.tools import ARGUMENTS
 # ---------------------------------------------------------------- rules
 
 
-class Remark(NamedTuple):
-    """What a rule says of a turn, and which of the turn's tokens it speaks about: the name of its
-    call number `call`, or character number `character` of the text that this call writes. A rule
-    that speaks about the whole turn returns the text alone."""
+@dataclass(frozen=True)
+class Hint:
+    """What a rule says, and which of the turn's tokens it speaks about: the name of its call number
+    `call`, or character number `character` of the text that this call writes; the whole turn, where
+    there is neither. `detect` adds the rule and the turn."""
 
     text: str
     call: int | None = None
     character: int | None = None
+    kind: str = ""  # the name of the rule
+    episode: int = 0
+    turn: int = 0
 
 
 RULES = {}  # name -> rule, in the order in which they are asked
@@ -83,7 +89,7 @@ def unavailable_tool(chain, e, i):
     arguments: a list of tools says nothing about those of a tool that does not exist."""
     for n, call in enumerate(chain.episodes[e].turns[i].calls):
         if call.error == "unknown_tool":
-            return Remark(available_tools(chain.task), call=n)
+            return Hint(available_tools(chain.task), call=n)
 
 
 UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form "
@@ -122,7 +128,7 @@ def code_style(chain, e, i):
         broken = find_broken_style(call, meta.get("style", STYLE))
         if broken:
             said, character = broken
-            return Remark(f"Reminder: code style: {said}", n, character)
+            return Hint(f"Reminder: code style: {said}", n, character)
 
 
 def find_broken_style(call, names):
@@ -257,72 +263,38 @@ def communication(chain, e, i):
 # ---------------------------------------------------------------- hints
 
 
-@dataclass
-class Hint:
-    """A remark, and the turn that it is about."""
-
-    episode: int
-    turn: int
-    kind: str  # the name of the rule
-    text: str
-    call: int | None = None
-    character: int | None = None
-
-
-def detect(chain, rules=RULES, critic=None):
-    """-> the Hints of a chain, at most one per turn. `rules`: a dict of functions, or names out of
-    RULES. `critic`, any function (chain, episode, turn) -> text or None, is asked instead of the
-    rules: a model, for instance."""
-    # Which rules? The result is a dict, in the order in which they are asked.
-    if critic:
-        rules = {"critic": critic}
-    elif not isinstance(rules, dict):
-        unknown = [name for name in rules if name not in RULES]
-        assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
-        rules = {name: RULES[name] for name in rules}
-
-    # The policy's own turns: nothing else was its choice, so nothing else can be taught.
+def detect(chain, names=RULES):
+    """-> the Hints of a chain, at most one per turn. names: which rules are asked, in this order"""
+    unknown = [name for name in names if name not in RULES]
+    assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
     hints = []
     for e, episode in enumerate(chain.episodes):
         for i, turn in enumerate(episode.turns):
-            if turn.role == "assistant":
-                hints += first_hint(chain, e, i, rules)
+            # The policy's own turns: nothing else was its choice, so nothing else can be taught.
+            hint = first_hint(chain, e, i, names) if turn.role == "assistant" else None
+            if hint:
+                hints.append(hint)
     return hints
 
 
-def first_hint(chain, e, i, rules):
-    """[the Hint of the first rule that has something to say of a turn], or []"""
+def first_hint(chain, e, i, names):
+    """The Hint of the first rule that has something to say of a turn, or None"""
     # One hint per turn: under two, nobody could tell which of them the teacher has heeded.
-    for kind, ask in rules.items():
-        remark = ask(chain, e, i)
-        if remark:
-            remark = remark if isinstance(remark, Remark) else Remark(remark)
-            return [Hint(e, i, kind, *remark)]
-    return []
+    for name in names:
+        said = RULES[name](chain, e, i)
+        if said:
+            hint = said if isinstance(said, Hint) else Hint(said)
+            return replace(hint, kind=name, episode=e, turn=i)
+    return None
 
 
-def find_hinted_tokens(tokenizer, turn, hint):
-    """(first, end), among the turn's sampled tokens, of what a hint speaks about."""
-    # The whole turn, the name of a call, or one character of the text that a call writes.
-    if hint.call is None:
-        return 0, len(turn.tokens) - turn.head
-    if hint.character is None:
-        return tokenizer.find_call_name(turn, hint.call)
-    return tokenizer.find_written_character(turn, hint.call, hint.character)
-
-
-def muted(tokenizer, kind):
-    """The token that is left out of the distillation under hints of this kind, -1 = none. Under a
-    hint on the final message it is <|call|>: else the teacher could also say that it is time for a
-    message instead of a call, and "end with a message" would teach to end."""
-    return tokenizer.id["<|call|>"] if kind == "communication" else -1
-
-
-def mute(logits, tokens):
-    """logits (N, V), tokens (N,) -> logits whose softmax is the distribution over all tokens but
-    this one in each row; -1 = over all"""
-    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-    return logits.masked_fill(vocabulary == tokens[:, None], -1e4)
+def hint_turn(tokenizer, text, turn):
+    """The hint above an assistant turn. If that turn has no head, since the policy went on by
+    itself, the hint ends with the tokens that begin a turn of the policy."""
+    above = make_turn(tokenizer, "hint", text)
+    if not turn.head:
+        above.tokens += tokenizer.generation_prompt("hint")
+    return above
 
 
 # ---------------------------------------------------------------- demonstrations with hints
@@ -349,63 +321,38 @@ REMINDERS = {
 }
 
 
-def hint_turn(tokenizer, text, turn):
-    """The hint above an assistant turn. If that turn has no head, since the policy went on by
-    itself, the hint ends with the tokens that begin a turn of the policy."""
-    hint = make_turn(tokenizer, "hint", text)
-    if not turn.head:
-        hint.tokens += tokenizer.generation_prompt("hint")
-    return hint
+def every_reminder(remind, task):
+    """Each text that a hint of these rules can have, once: a reminder may depend on whether the
+    action has a text"""
+    actions = Action(""), Action("too many")
+    texts = [tell(task, action) for tell in remind.values() for action in actions]
+    return list(dict.fromkeys(texts))
 
 
-def insert_hints(tokenizer, chain, hints):
-    """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = 0
-    for episode in chain.episodes:
-        turns = []
-        for turn in episode.turns:
-            if turn.role == "assistant":
-                if number in hints:
-                    turns.append(hint_turn(tokenizer, hints[number], turn))
-                number += 1
-            turns.append(turn)
-        episode.turns = turns
+def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
+    """Yields the expert's actions, and writes into `hint_texts` {number of an action: the hint that
+    stands above it}.
 
+    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task,
+    action) stands above the right action: so the model learns to heed hints.
 
-def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
-    """Yields the expert's actions, and writes the hints into `hinted`: {number of an action: the
-    hint that stands above it}.
-
-    With probability `hints` a flawed action is left out, and the hint remind[flaw](task, action)
-    stands above the right action: so the model learns to heed hints.
-
-    With probability `neutral` one of the hints stands above an action that was right anyway, a call
-    or a final message. Otherwise the place of a hint would mean something, too, and its
+    With probability `neutral_rate` one of the hints stands above an action that was right anyway, a
+    call or a final message. Otherwise the place of a hint would mean something, too, and its
     distillation would drift. A model that saw hints about tools only above calls unlearned to
     finish; one that saw hints about the final message only above final messages learned to quit."""
-    # Every text that a hint can have, once: a reminder may depend on whether the action has a text.
-    texts = []
-    for tell in remind.values():
-        for words in ("", "too many"):
-            text = tell(task, Action(words))
-            if text not in texts:
-                texts.append(text)
-
+    texts = every_reminder(remind, task)
     # One round per action that is played.
     action = next(moves)
     for number in itertools.count():
         # A flaw is left out, and the expert asked again for what it does instead.
-        hint = None
-        while action.flaw in remind and rng.random() < hints:
-            hint = remind[action.flaw](task, action)
+        while action.flaw in remind and rng.random() < hint_rate:
+            hint_texts[number] = remind[action.flaw](task, action)
             action = moves.send([HINTED])
 
         # A hint above an action that needed none.
-        is_right = hint is None and action.flaw not in remind
-        if is_right and remind and neutral and rng.random() < neutral:
-            hint = texts[0] if len(texts) == 1 else rng.choice(texts)
-        if hint is not None:
-            hinted[number] = hint
+        is_right = number not in hint_texts and action.flaw not in remind
+        if is_right and remind and neutral_rate and rng.random() < neutral_rate:
+            hint_texts[number] = texts[0] if len(texts) == 1 else rng.choice(texts)
 
         # The agent plays the action and sends back what the tools answered.
         outputs = yield action
@@ -420,64 +367,81 @@ def demonstrate_with_hints(
     sloppy=1.0,
     compact=None,
     remind={},
-    hints=0.3,
-    neutral=0.0,
+    hint_rate=0.0,
+    neutral_rate=0.0,
     restless=0.0,
 ):
     """A demonstration in which hints replace some of the expert's flaws -> Chain. It is for
     fine-tuning: a model this small cannot understand a hint if it has never seen one. sloppy: how
     often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
-    # The expert plays without hints in its context; they are put above its turns afterwards.
-    hinted = {}
+    # The expert plays without hints in its context ...
+    hint_texts = {}
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
-    moves = hinted_moves(task, moves, rng, remind, hints, neutral, hinted)
+    moves = hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts)
     chain = play_moves(task, tokenizer, moves, limits, compact)
-    insert_hints(tokenizer, chain, hinted)
-    chain.stats = count_effort(chain)
+
+    # ... and they are put above its turns afterwards.
+    number = 0  # of the assistant's turns
+    for episode in chain.episodes:
+        turns = []
+        for turn in episode.turns:
+            if turn.role == "assistant":
+                if number in hint_texts:
+                    turns.append(hint_turn(tokenizer, hint_texts[number], turn))
+                number += 1
+            turns.append(turn)
+        episode.turns = turns
     return chain
 
 
 # ---------------------------------------------------------------- splicing and packing
 
 
-class Splice(NamedTuple):
-    """An assistant turn in the two contexts in which its tokens are scored."""
+@dataclass
+class Splice:
+    """A hint put right above its turn: the two contexts in which tokens of that turn are scored.
+    The student reads above + turn, the teacher above + hint_ids + turn. What comes after the turn
+    is left out, since the model is causal."""
 
-    teacher: list  # ids: above + hint + turn
-    student: list  # ids: above + turn
-    # position at which the student predicts the first target: the last token before the sampled
-    # ones
-    above: int
-    # number of tokens of the hint turn; the teacher predicts the first target at above + hint
-    hint: int
-    targets: int  # number of sampled tokens of the turn, its <|end|> included
+    above: list  # ids of the turns above
+    hint_ids: list  # ids of the hint's own turn; none where the hint has no text
+    turn: list  # ids of the turn
+    # which of these ids the hint speaks about: turn[first:end]. Never the head (the role token),
+    # which comes from the harness.
+    first: int
+    end: int
+    muted: int  # a token that is left out of the distillation, -1 = none
+
+    @property
+    def num_targets(self):
+        return self.end - self.first
 
 
-def hint_tokens(tokenizer, text, turn):
-    """The hint as a turn of its own above an assistant turn; an empty text is no turn at all."""
-    return hint_turn(tokenizer, text, turn).tokens if text else []
-
-
-def splice(episode, turn_index, hint):
-    """Put the hint turn (ids, may be empty) right above an assistant turn. What comes after the
-    turn is left out, since the model is causal. The turn's head (its role token) comes from the
-    harness: both contexts hold it, and it is never a target."""
-    turn = episode.turns[turn_index]
-    taught = f"turn {turn_index} is {turn.role!r}: only the policy's own turns can be taught"
+def splice(tokenizer, episode, hint):
+    """A Hint on a turn of this episode -> its Splice"""
+    turn = episode.turns[hint.turn]
+    taught = f"turn {hint.turn} is {turn.role!r}: only the policy's own turns can be taught"
     assert turn.role == "assistant", taught
-
-    # Everything above the turn, in the student's context and in the teacher's.
     above = []
-    for earlier in episode.turns[:turn_index]:
+    for earlier in episode.turns[: hint.turn]:
         above += earlier.tokens
-    own = list(turn.tokens)
-    return Splice(
-        teacher=above + list(hint) + own,
-        student=above + own,
-        above=len(above) + turn.head - 1,
-        hint=len(hint),
-        targets=len(own) - turn.head,
-    )
+    hint_ids = hint_turn(tokenizer, hint.text, turn).tokens if hint.text else []
+
+    # Under a hint on the final message <|call|> is muted: else the teacher could also say that it
+    # is time for a message instead of a call, and "end with a message" would teach to end.
+    muted = tokenizer.id["<|call|>"] if hint.kind == "communication" else -1
+    first, end = find_hinted_tokens(tokenizer, turn, hint)
+    return Splice(above, hint_ids, turn.tokens, turn.head + first, turn.head + end, muted)
+
+
+def find_hinted_tokens(tokenizer, turn, hint):
+    """(first, end), among the turn's sampled tokens, of what a hint speaks about."""
+    # The whole turn, the name of a call, or one character of the text that a call writes.
+    if hint.call is None:
+        return 0, len(turn.tokens) - turn.head
+    if hint.character is None:
+        return tokenizer.find_call_name(turn, hint.call)
+    return tokenizer.find_written_character(turn, hint.call, hint.character)
 
 
 @dataclass
@@ -491,7 +455,6 @@ class Targets:
     student_row: torch.Tensor  # (N,) row of the trainer's batch in which the student predicts it
     student_position: torch.Tensor  # (N,) and the position in that row
     token: torch.Tensor  # (N,) the target itself
-    hint: torch.Tensor  # (N,) index into `hinted` of the hint it belongs to
     muted: torch.Tensor  # (N,) token to leave out of both distributions, -1 = none: see mute
     real_tokens: int = 0  # of the teacher's input, without padding
 
@@ -506,88 +469,62 @@ class Targets:
         return Targets(**values)
 
 
-def pack_hinted(episodes, hinted, keep_empty=False):
-    """The hints of a micro-batch -> Targets. episodes: those of the trainer's batch; hinted: a list
-    of (index into episodes, turn, hint ids) in any order. Two more entries are optional: the
-    (first, end) of the sampled tokens that the hint speaks about (default: the whole turn), and a
-    token to leave out (default: none, see muted).
+def attach_hints(tokenizer, chain, hints):
+    """Each episode gets its Hints, spliced, in the list episode.hints."""
+    for number, episode in enumerate(chain.episodes):
+        here = [hint for hint in hints if hint.episode == number]
+        episode.hints = [splice(tokenizer, episode, hint) for hint in here]
 
-    An empty hint is dropped, which makes its loss exactly 0; keep_empty=True keeps it as a placebo
-    (what an EMA teacher teaches without a hint). Without any hint one row of one token remains, so
-    that all ranks run the same forward."""
+
+def pack_hinted(episodes):
+    """The hints of a micro-batch -> Targets. episodes: those of the trainer's batch, one per row,
+    with their hints. Without any hint one row of one token remains, so that all ranks run the same
+    forward."""
     # One row per hint: with two hints in the same row, the later turn would be scored under both.
-    # One column of seven numbers per target, in the order of the fields of Targets.
+    # One column of six numbers per target, in the order of the fields of Targets.
     rows, columns = [], []
-    for index, (episode, turn, hint, *about) in enumerate(hinted):
-        if not hint and not keep_empty:
-            continue
-        # In both rows, sampled token n is predicted n positions after the first one.
-        cut = splice(episodes[episode], turn, hint)
-        first, end = about[0] if about else (0, cut.targets)
-        muted_token = about[1] if len(about) > 1 else -1
-        for n in range(first, end):
-            teacher_place = len(rows), cut.above + cut.hint + n
-            student_place = episode, cut.above + n
-            token = cut.student[cut.above + 1 + n]
-            columns.append((*teacher_place, *student_place, token, index, muted_token))
-        rows.append(cut.teacher)
+    spliced = [(row, hint) for row, episode in enumerate(episodes) for hint in episode.hints]
+    for row, (student_row, hint) in enumerate(spliced):
+        for n in range(hint.first, hint.end):
+            # A token is predicted at the place before it; the hint shifts the teacher's places.
+            place = len(hint.above) + n - 1
+            teacher_place = place + len(hint.hint_ids)
+            columns.append((row, teacher_place, student_row, place, hint.turn[n], hint.muted))
+        rows.append(hint.above + hint.hint_ids + hint.turn)
 
     # Padding on the right: the model is causal, so no target sees it.
-    T = max(map(len, rows), default=1)
-    tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows] or [[0]])  # (hints, T)
-    numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 7).T.contiguous()  # (7, N)
+    S = max(map(len, rows), default=1)
+    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])  # (R, S)
+    numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 6).T.contiguous()  # (6, N)
     return Targets(tokens, *numbers, sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss
 
+# The recipe's choices (ours), which train.py, the demo below and the experiments' patches share.
+DIVERGENCE = "reverse"  # of student and teacher: reverse or forward (KL), or jsd
+TOKEN_CAP = 2.0  # nats that one target adds to the loss at most
+TEACHER = "ema"  # the teacher's weights: see Teacher
+TEACHER_RATE = 0.1  # share of the student in each update of an ema teacher
 
-def log_buckets(student, teacher, top_k=0, top_by="student"):
-    """Logits (N, V) twice -> log-probs (N, V) twice, or with top_k (N, k + 1): the k likeliest
-    entries, and one for the sum of all others. top_by: by whom the k are likeliest"""
-    assert top_by in ("student", "teacher"), f"top_by must be student or teacher, not {top_by!r}"
+
+def mute(logits, tokens):
+    """logits (N, V), tokens (N,) -> logits whose softmax is the distribution over all tokens but
+    this one in each row; -1 = over all"""
+    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(vocabulary == tokens[:, None], -1e4)
+
+
+def divergence(student, teacher, kind):
+    """Logits (N, V) twice -> (N,) fp32, in nats; gradients reach the student only. Equal logits
+    give exactly 0 in every kind."""
+    shapes = tuple(student.shape), tuple(teacher.shape)
+    assert shapes[0] == shapes[1], f"student {shapes[0]} and teacher {shapes[1]} differ"
     # In fp32, whatever the model computes in. The teacher is a constant.
     s = F.log_softmax(student.float(), -1)
     t = F.log_softmax(teacher.detach().float(), -1)
-    if not 0 < top_k < student.shape[-1]:
-        return s, t
 
-    # The same k entries of both, so that they can be compared.
-    by = s if top_by == "student" else t
-    kept = by.detach().topk(top_k, -1)[1]  # (N, k)
-    return keep_entries(s, kept), keep_entries(t, kept)
-
-
-def keep_entries(logp, kept):
-    """Log-probs (N, V) and indices (N, k) -> (N, k + 1): these, and the sum of all others. That sum
-    is a logsumexp of the others: 1 - (sum of the k) would be rounding noise where the k hold nearly
-    all of the mass."""
-    others = logp.scatter(-1, kept, -torch.inf).logsumexp(-1, keepdim=True)  # (N, 1)
-    return torch.cat((logp.gather(-1, kept), others), -1)
-
-
-def divergence(
-    student,
-    teacher,
-    kind="reverse",
-    alpha=0.5,
-    top_k=0,
-    top_by="student",
-    entry_clip=None,
-    token_cap=None,
-):
-    """Logits (N, V) twice -> (N,) fp32, in nats; gradients reach the student only. Equal logits
-    give exactly 0 in every kind.
-
-    entry_clip (OPSD: .05 with forward): no vocabulary entry adds more than this. token_cap: a
-    larger value is scaled down to the cap, and its gradient with it. A clamp would make that
-    gradient zero, and so drop exactly the tokens that need the correction most."""
-    shapes = tuple(student.shape), tuple(teacher.shape)
-    assert shapes[0] == shapes[1], f"student {shapes[0]} and teacher {shapes[1]} differ"
-    assert 0 < alpha < 1, f"alpha={alpha}: its ends 0 and 1 are the forward and the reverse KL"
-    s, t = log_buckets(student, teacher, top_k, top_by)
-
-    # What each vocabulary entry adds to the sum, (N, V) or (N, k + 1)
+    # What each vocabulary entry adds to the sum, (N, V)
     if kind == "reverse":
         entries = s.exp() * (s - t)
     elif kind == "forward":
@@ -595,63 +532,74 @@ def divergence(
     else:
         assert kind == "jsd", f"kind must be reverse, forward or jsd, not {kind!r}"
         d = t - s
-        m_minus_s = log_mixture(d, alpha)
-        entries = (1 - alpha) * s.exp() * -m_minus_s + alpha * t.exp() * (d - m_minus_s)
-
-    # The two bounds, per entry and per token.
-    if entry_clip is not None:
-        entries = entries.clamp(max=entry_clip)
-    value = entries.sum(-1)  # (N,)
-    if token_cap is None:
-        return value
-    return value * (token_cap / value.detach().clamp(min=token_cap))
+        m_minus_s = log_mixture(d)
+        entries = 0.5 * s.exp() * -m_minus_s + 0.5 * t.exp() * (d - m_minus_s)
+    return entries.sum(-1)
 
 
-def log_mixture(d, alpha):
-    """m - s, where m = log((1-a) e^s + a e^t), from d = t - s. It is log(1 + a (e^d - 1)). For
-    d > 0 the equal form d + log(1 + (1-a) (e^-d - 1)) is used, which cannot overflow."""
-    from_s = torch.log1p(alpha * torch.expm1(d.clamp(max=0)))
-    from_t = d + torch.log1p((1 - alpha) * torch.expm1(-d.clamp(min=0)))
+def log_mixture(d):
+    """m - s, where m = log((e^s + e^t) / 2), from d = t - s. It is log(1 + (e^d - 1) / 2). For
+    d > 0 the equal form d + log(1 + (e^-d - 1) / 2) is used, which cannot overflow."""
+    from_s = torch.log1p(0.5 * torch.expm1(d.clamp(max=0)))
+    from_t = d + torch.log1p(0.5 * torch.expm1(-d.clamp(min=0)))
     return torch.where(d > 0, from_t, from_s)
 
 
-def feedback_loss(student, teacher, count, **options):
-    """Sum of the divergence over this micro-batch's N targets / count, the number of targets in the
-    whole step (all micro-batches, all ranks). With N = 0 it is an exact 0 that still runs backward,
-    so ranks without a hint stay in step."""
+def feedback_loss(student, teacher, count):
+    """The divergence of this micro-batch's N targets, from logits (N, V) twice: summed and divided
+    by `count`, the number of targets in the whole step (all micro-batches, all ranks) or a larger
+    one. With N = 0 it is an exact 0 that still runs backward, so ranks without a hint stay in
+    step."""
     here = len(student)
     assert count >= here, f"count={count} must count the whole step's targets; {here} are here"
     if not here:
         return student.sum() * 0
-    return divergence(student, teacher, **options).sum() / max(count, 1)
+    value = divergence(student, teacher, DIVERGENCE)  # (N,)
+
+    # A larger value is scaled down to the cap, and its gradient with it. A clamp would make that
+    # gradient zero, and so drop exactly the tokens that need the correction most.
+    return (value * (TOKEN_CAP / value.detach().clamp(min=TOKEN_CAP))).sum() / max(count, 1)
+
+
+def logprob_gap(student, teacher, tokens):
+    """Logits (N, V) twice, tokens (N,) -> by how many nats the hint makes these tokens less likely,
+    summed. Where it is zero, there is nothing to distil."""
+    without = student.detach().log_softmax(-1).gather(1, tokens[:, None]).sum()
+    under_hint = teacher.detach().log_softmax(-1).gather(1, tokens[:, None]).sum()
+    return without - under_hint
 
 
 # ---------------------------------------------------------------- teacher
 
 
 def logits_at(model, tokens, row, position):
-    """Logits (N, V) at these places only. A model without .logits is taken to return logits."""
-    hidden = model(tokens)[row, position]
-    return model.logits(hidden) if hasattr(model, "logits") else hidden
+    """Logits (N, V) at these places only"""
+    return model.logits(model(tokens)[row, position])
+
+
+def student_logits(model, hidden, targets):
+    """hidden (B, T, D) of the trainer's batch, which reads no hint -> the student's logits (N, V)
+    for the targets"""
+    flagged = hidden[targets.student_row, targets.student_position]  # (N, D)
+    return mute(model.logits(flagged), targets.muted)
 
 
 class Teacher:
     """Weights for the hinted forward: the student's own ("current"), those it began with
-    ("frozen"), or their moving average ("ema", teacher = (1 - rate) teacher + rate student after
-    each step). During the forward they replace the student's in the student's module; afterwards
-    the student's come back, bit-equal. There is no second module, so this also works where a module
-    cannot be copied (FSDP)."""
+    ("frozen"), or their moving average ("ema", teacher = (1 - TEACHER_RATE) teacher + TEACHER_RATE
+    student after each step). During the forward they replace the student's in the student's module;
+    afterwards the student's come back, bit-equal. There is no second module, so this also works
+    where a module cannot be copied (FSDP)."""
 
-    def __init__(self, model, kind="ema", rate=0.05):
+    def __init__(self, model, kind):
         kinds = "ema", "current", "frozen"
         assert kind in kinds, f"teacher must be ema, current or frozen, not {kind!r}"
-        assert 0 <= rate <= 1, f"rate={rate} is the share of the student in each update"
         # A copy of every weight; "current" needs none.
-        self.model, self.kind, self.rate = model, kind, rate
+        self.model, self.kind = model, kind
         self.weights = {}
         if kind != "current":
             for name, tensor in self.named_tensors():
-                # In fp32 at least: in bf16 `rate` times a small change would be rounded away.
+                # In fp32 at least: in bf16 a tenth of a small change would be rounded away.
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 self.weights[name] = tensor.detach().to(dtype, copy=True)
 
@@ -674,7 +622,7 @@ class Teacher:
             for name, tensor in self.named_tensors():
                 average = self.weights[name]
                 student = tensor.detach().to(average.dtype)
-                average.mul_(1 - self.rate).add_(student, alpha=self.rate)
+                average.mul_(1 - TEACHER_RATE).add_(student, alpha=TEACHER_RATE)
 
     @contextmanager
     def swapped_weights(self):
@@ -704,7 +652,8 @@ class Teacher:
     def __call__(self, targets):
         """Targets -> the teacher's logits (N, V) for them, without gradient."""
         with self.swapped_weights() as model:
-            return logits_at(model, targets.tokens, targets.row, targets.position)
+            logits = logits_at(model, targets.tokens, targets.row, targets.position)
+        return mute(logits, targets.muted)
 
 
 # ---------------------------------------------------------------- demo
@@ -717,12 +666,12 @@ class WordTokenizer(Tokenizer):
     """A tokenizer for the demo: one id per word."""
 
     def __init__(self):
-        controls = "pad", "user", "assistant", "tool", "hint", "call", "end"
+        controls = [f"<|{name}|>" for name in ("user", "assistant", "tool", "hint", "call", "end")]
         text = f"Tools Fix done ok Tool not found Reminder Available tools {PHANTOM} "
         text += f"{' '.join(OFFERED)} : , . 0 1 2 3 4 5 6 7"
-        names = [f"<|{name}|>" for name in controls] + text.split()
-        self.names = list(dict.fromkeys(names))
+        self.names = list(dict.fromkeys(controls + text.split()))
         self.id = {name: i for i, name in enumerate(self.names)}
+        self.name = dict(enumerate(controls))
 
     def encode(self, text):
         return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
@@ -730,24 +679,19 @@ class WordTokenizer(Tokenizer):
 
 def toy_chain(words, tools, item, tool, hinted=False):
     """A task, (a hint,) one call, its answer, a final message, in the shapes of real rollouts."""
-    from rollout import Call, Chain, Episode, Turn
-
-    def turn(role, body, **more):
-        tokens = [words.id[f"<|{role}|>"], *body, words.id["<|end|>"]]
-        return Turn(role, tokens, **more)
-
     # What the world would answer: a tool that is not offered is not found.
     outcome = ("ok", "") if tool in tools else ("Tool not found", "unknown_tool")
     call = Call(tool, [], *outcome)
-    task = SimpleNamespace(tools=tools, test_command="")
+    acting = words.wrap_turn("assistant", [words.id["<|call|>"], words.id[tool]], "")
+    acting.calls = [call]
+
     # The turns in the order of a real episode, the hint right above the call.
-    prompt, message = f"Tools: {', '.join(tools)}. Fix {item}.", f"done {item}."
-    turns = [turn("user", words.encode(prompt), text=item)]
+    task = SimpleNamespace(tools=tools, test_command="")
+    turns = [make_turn(words, "user", f"Tools: {', '.join(tools)}. Fix {item}.")]
     if hinted:
-        turns.append(turn("hint", words.encode(available_tools(task))))
-    turns.append(turn("assistant", [words.id["<|call|>"], words.id[tool]], calls=[call]))
-    turns.append(turn("tool", words.encode(call.output)))
-    turns.append(turn("assistant", words.encode(message), text=message))
+        turns.append(hint_turn(words, available_tools(task), acting))
+    turns += [acting, make_turn(words, "tool", call.output)]
+    turns.append(make_turn(words, "assistant", f"done {item}."))
     return Chain(task, [Episode(turns)])
 
 
@@ -763,14 +707,7 @@ def toy_chains(words, rng, n, habit, hinted=False):
 
 
 def toy_batch(chains):
-    """-> tokens (B, T), padded on the right, and mask (B, T): 1 where the policy chose the token"""
-    from rollout import flatten
-
-    rows = [flatten(chain.episodes[0]) for chain in chains]
-    T = max(len(tokens) for tokens, *_ in rows)
-    tokens = [np.pad(tokens, (0, T - len(tokens))) for tokens, *_ in rows]
-    masks = [np.pad(mask, (0, T - len(mask))) for _, mask, *_ in rows]
-    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(masks))
+    return pack([chain.episodes[0] for chain in chains], np.ones(len(chains)))
 
 
 def pretrain_toy(model, words, rng, steps=135):
@@ -786,97 +723,81 @@ def pretrain_toy(model, words, rng, steps=135):
         else:
             chains = toy_chains(words, rng, 24, habit=0, hinted=True)
 
-        # Next-token prediction of what the policy chose.
-        tokens, mask = toy_batch(chains)  # (B, T) each
-        chosen = mask[:, 1:] == 1  # (B, T - 1)
-        hidden = model(tokens[:, :-1])[chosen]  # (N, D)
-        loss = F.cross_entropy(model.logits(hidden), tokens[:, 1:][chosen])
+        # With an advantage of one for all, the policy gradient is next-token prediction.
+        batch = toy_batch(chains)
+        logp = model.logprobs(model(batch["tokens"]), batch["targets"])  # (B, T)
         optimizer.zero_grad()
-        loss.backward()
+        policy_loss(logp, batch, batch["mask"].sum()).backward()
         optimizer.step()
 
 
 @torch.no_grad()
-def toy_logprobs(model, words, chains):
-    """Log-probs where the tool is named (B, V) and over the four sampled tokens of the final
-    message (B, 4, V)."""
-    logp = model.logits(model(toy_batch(chains)[0])).log_softmax(-1)  # (B, T, V)
-    # Behind the task stand the role token and <|call|>, which predicts the name; the message ends
-    # the row.
-    return logp[:, len(chains[0].turns[0].tokens) + 1], logp[:, -5:-1]
+def sampled_logits(model, chains):
+    """(B, 7, V) What the model would sample at the policy's tokens: <|call|>, the tool, <|end|>,
+    and four tokens of the final message"""
+    batch = toy_batch(chains)
+    hidden = model(batch["tokens"])[batch["mask"] == 1]  # (B * 7, D)
+    return model.logits(hidden).unflatten(0, (len(chains), 7))
+
+
+def measure_toy(model, words, held_out, before):
+    """-> probability of the phantom, of the offered tools, and how far the final message has moved
+    (KL). before: the logits that the model began with"""
+    logits = sampled_logits(model, held_out)
+    tool = logits[:, 1].softmax(-1)  # (B, V)
+    offered = torch.tensor([words.encode(" ".join(chain.task.tools)) for chain in held_out])
+    moved = divergence(logits[:, 3:].flatten(0, 1), before[:, 3:].flatten(0, 1), "forward")
+    right = tool.gather(1, offered).sum(1)
+    return [tool[:, words.id[PHANTOM]].mean(), right.mean(), moved.mean()]
 
 
 def distill_toy(model, words, rng, held_out, steps=20):
-    """Feedback alone, no reward. -> (steps + 1, 3), per step: probability of the phantom, of the
-    offered tools, and how far the final message has moved (KL)"""
+    """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: measure_toy on
+    chains that are drawn apart from those of the steps"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
-    # Measured on chains that are drawn apart from those of the steps. The final message must stay
-    # what it was.
-    teacher, curve = Teacher(model, "ema", 0.05), []
-    offered = torch.tensor([words.encode(" ".join(chain.task.tools)) for chain in held_out])
-    _, before = toy_logprobs(model, words, held_out)
-    for step in range(steps + 1):
-        # What the policy does now, without a hint
-        tool, final = toy_logprobs(model, words, held_out)
-        wrong = tool.exp()[:, words.id[PHANTOM]].mean()
-        right = tool.exp().gather(1, offered).sum(1).mean()
-        moved = divergence(final.flatten(0, 1), before.flatten(0, 1), "forward").mean()
-        curve.append([wrong, right, moved])
-
-        # Rollouts: the policy names a tool. A rule writes the hints.
+    teacher = Teacher(model, TEACHER)
+    before = sampled_logits(model, held_out)
+    curve = [measure_toy(model, words, held_out, before)]
+    for step in range(steps):
+        # Rollouts: the policy names a tool. A rule finds the turn, the hint is put above it.
         tasks = toy_chains(words, rng, 24, habit=1)
-        logp, _ = toy_logprobs(model, words, tasks)
-        sampled = torch.multinomial(logp.exp(), 1)[:, 0].tolist()
-        chains, hinted = [], []
-        for i, (task, token) in enumerate(zip(tasks, sampled)):
-            item, tool = task.turns[0].text, words.names[token]
-            chains.append(toy_chain(words, task.task.tools, item, tool))
-            for hint in detect(chains[i]):
-                ids = hint_tokens(words, hint.text, chains[i].turns[hint.turn])
-                hinted.append((i, hint.turn, ids))
+        probabilities = sampled_logits(model, tasks)[:, 1].softmax(-1)  # (B, V)
+        chains = []
+        for row, token in enumerate(torch.multinomial(probabilities, 1)[:, 0].tolist()):
+            task, item = tasks[row].task, tasks[row].turns[0].text[-2]
+            chains.append(toy_chain(words, task.tools, item, words.names[token]))
+            attach_hints(words, chains[row], detect(chains[row]))
 
-        # The teacher re-scores the hinted turns; the student learns from it on these turns alone.
-        targets = pack_hinted([chain.episodes[0] for chain in chains], hinted)
-        tokens, _ = toy_batch(chains)
-        student = logits_at(model, tokens, targets.student_row, targets.student_position)
-        loss = feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
+        # The teacher re-scores the call and its name; the student learns from it there alone.
+        targets = pack_hinted([chain.episodes[0] for chain in chains])
+        teacher_logits = teacher(targets)
+        student = student_logits(model, model(toy_batch(chains)["tokens"]), targets)
+        loss = feedback_loss(student, teacher_logits, max(len(chains), len(targets)))
         loss = min(1.0, (step + 1) / 5) * loss  # the first steps are small
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         teacher.update()
+        curve.append(measure_toy(model, words, held_out, before))
     return np.array(curve)
 
 
-@torch.no_grad()
-def kl_along_episode(model, words, chain, hint):
-    """The hint's KL at every sampled token of an episode, those after the hinted turn included ->
-    names, KL"""
-    # The same tokens twice, without the hint and with it behind the task, which shifts all later
-    # positions by its length.
-    (tokens,), (mask,) = toy_batch([chain])  # (T,) each
-    above = len(chain.turns[0].tokens)
-    hinted = torch.cat((tokens[:above], torch.tensor(hint), tokens[above:]))
-
-    # A token at position t is predicted at t - 1.
-    at = mask.nonzero()[:, 0]  # (N,)
-    student = model.logits(model(tokens[None]))[0, at - 1]  # (N, V)
-    teacher = model.logits(model(hinted[None]))[0, at - 1 + len(hint)]  # (N, V)
-    return [words.names[i] for i in tokens[at]], divergence(student, teacher).numpy()
-
-
-def make_toy_model(words):
-    from moe import Model, ModelConfig
-
-    sizes = dict(dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16)
-    sizes.update(dense_ffn=64, experts=4, num_experts_per_tok=2, expert_ffn=32, context=64)
-    return Model(ModelConfig(len(words.names), **sizes))
+def kl_along_episode(model, words, chain):
+    """The hint's KL at each of the 7 sampled tokens of a chain, those after the hinted call
+    included -> names, KL"""
+    call = chain.turns[1]
+    item = chain.turns[0].text[-2]
+    hinted = toy_chain(words, chain.task.tools, item, call.calls[0].name, hinted=True)
+    kl = divergence(*(sampled_logits(model, [one])[0] for one in (chain, hinted)), DIVERGENCE)
+    sampled = call.tokens[1:] + chain.turns[3].tokens[1:]
+    return [words.names[token] for token in sampled], kl.numpy()
 
 
 def demo():
     from demos.demo_figures import draw_hint
     from command.output_files import check_writable
+    from moe import Model, ModelConfig
 
     # A place that cannot be written is refused before the work.
     path = Path("out/feedback.png")
@@ -886,7 +807,9 @@ def demo():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng, words = np.random.default_rng(0), WordTokenizer()
-    model = make_toy_model(words)
+    sizes = dict(dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16)
+    sizes.update(dense_ffn=64, experts=4, num_experts_per_tok=2, expert_ffn=32, context=64)
+    model = Model(ModelConfig(len(words.names), **sizes))
     pretrain_toy(model, words, rng)
 
     # One faulty turn, its hint, and where the hint disagrees with the policy
@@ -895,8 +818,7 @@ def demo():
     called, offered = chain.turns[1].calls[0].name, " and ".join(chain.task.tools)
     print(f"turn    the model calls {called}, the task offers {offered}")
     print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
-    ids = hint_tokens(words, hint.text, chain.turns[hint.turn])
-    names, kl = kl_along_episode(model, words, chain, ids)
+    names, kl = kl_along_episode(model, words, chain)
     print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
 
     # The cure
@@ -909,7 +831,7 @@ def demo():
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
         f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of "
-        f"distilling that turn took the\nwrong tool from {wrong:.2f} to {wrong_now:.3f} and the "
+        f"distilling that call took the\nwrong tool from {wrong:.2f} to {wrong_now:.3f} and the "
         f"offered ones from {good:.2f} to {good_now:.3f}, with no hint in the\ncontext; the final "
         f"message moved by {moved:.4f} nats. Figure: {path}"
     )

@@ -10,8 +10,9 @@ parallelism (EP, whole experts per rank, on the expert mesh) therefore overlap o
 Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): FSDP copies
 with an all-reduce across them, dense weights in narrow groups, experts on a wider mesh; CP=2 with
 EP=8 on 8 GPUs instead of 16; CP folded into the FSDP dimension, all-gather of the latents, zig-zag
-chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never averaged;
-checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DTensor and DCP.
+chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never averaged.
+Engine: PyTorch's DeviceMesh, fully_shard and DTensor. Checkpoints over any of these layouts:
+command/checkpoints.py.
 
     dense mesh     (replicate, shard)    replicate * shard ranks: cp neighbours share a batch
     expert mesh    (efsdp, ep)           efsdp * ep ranks, the same ones
@@ -29,38 +30,18 @@ rows and columns of a weight.
         train.py --ep=8 --cp=2
 """
 
-import io
-import json
 import math
 import os
-import shutil
 import sys
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-
-from command.checkpoint_files import (
-    CheckpointReader,
-    DamagedCheckpoint,
-    SaveFailed,
-    check_sum,
-    describe_file,
-    explain_write_error,
-    validated_folder,
-    write_synced,
-)
-from command.old_flags import with_new_names
 
 # seconds a collective waits for a rank that is silent; one whose process ended is noticed at once
 PATIENCE = 25
@@ -524,192 +505,6 @@ def full_state(model):
     for name, t in model.state_dict().items():
         whole[name] = t.full_tensor() if isinstance(t, DTensor) else t.detach().clone()
     return whole
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=None):
-    """Write a checkpoint to a folder that all ranks see. It holds the weights, the optimizer state
-    (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
-    (plain data, equal on all ranks: configuration, tokenizer, step).
-
-    The folder gets its name, and replaces the checkpoint before it, only when every file is
-    complete. A full disk: SaveFailed on every rank, and the checkpoint before stays. Call it when
-    router loads are zero, right after update_router_bias(): they are counts of one rank, and only
-    one rank's are kept."""
-    target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
-    rank, _ = rank_and_world()
-
-    # An empty folder, beside the checkpoint that is there.
-    with fail_on_all_ranks(directory, part):
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-
-    # Every rank writes its shards.
-    with fail_on_all_ranks(directory, part):
-        # No copies ahead: with them, the writer asks CUDA for a stream even where all tensors are
-        # on the CPU.
-        writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-        tensors = checkpoint_tensors(model, optimizer) | (more or {})
-        run_dcp(dcp.save, tensors, storage_writer=writer)
-
-    # Every rank computes the checksums of the files that it has written itself, so that they take
-    # no longer with more ranks.
-    with fail_on_all_ranks(directory, part):
-        mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
-    manifest = {}
-    for files in gather_from_ranks(mine):
-        manifest.update(files)
-
-    # The first rank adds the rest, and gives the folder its name.
-    with fail_on_all_ranks(directory, part):
-        if rank == 0:
-            # To memory first: torch's own writer says nothing of a full disk that a reader would
-            # understand.
-            data = io.BytesIO()
-            torch.save(extra or {}, data)
-            write_synced(part / "extra.pt", data.getbuffer())
-            for path in part.iterdir():
-                if path.name not in manifest:
-                    manifest[path.name] = describe_file(path)
-            write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # Two renames. Between them the only complete checkpoint is called .old, where loading
-            # looks for it too.
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                target.rename(old)
-            part.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def fail_on_all_ranks(directory, part):
-    """Around one step of a save: where it fails on any rank, the unfinished folder `part` is
-    deleted and SaveFailed is raised on every rank."""
-    problem = ""
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:
-        problem = explain_write_error(error)
-
-    # A rank that failed gets here too, so all learn of the failure and none waits in vain.
-    problems = [p for p in gather_from_ranks(problem) if p]
-    if problems:
-        if rank_and_world()[0] == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise SaveFailed(
-            f"{directory}: this checkpoint could not be saved: {problems[0]}; "
-            "what was saved before is whole"
-        )
-
-
-def load_sharded_checkpoint(directory, model, optimizer=None, more=None):
-    """Read a checkpoint into model, optimizer and `more`, in place -> extra. The layout that saved
-    it may differ from this one. A folder that is missing, damaged or of another model: ValueError
-    on every rank, before anything is loaded."""
-    # Is every byte as it was written?
-    folder, manifest = validated_folder(directory)
-    check_all_sums(directory, folder, manifest)
-    reader = CheckpointReader(folder, manifest)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = checkpoint_tensors(model, optimizer) | (more or {})
-
-    # Every tensor of the folder must have its place here, and the other way round. Without an
-    # optimizer only the model's are asked for.
-    asked = {name for name in stored if optimizer is not None or name.startswith("model.")}
-    for name in sorted(asked | tensors.keys()):
-        there = tuple(stored[name].size) if name in stored else "missing"
-        here = tuple(tensors[name].shape) if name in tensors else "missing"
-        if there != here:
-            raise ValueError(
-                f"{directory}: {name} is {there} there and {here} here: "
-                "not one of this model and optimizer"
-            )
-
-    # Each rank reads the parts of its own shards, whatever ranks have written them.
-    extra = load_extra(directory)
-    try:
-        run_dcp(dcp.load, tensors, storage_reader=reader)
-    # Damage that no checksum has found: a checkpoint of an older version has none.
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise DamagedCheckpoint(
-            f"{directory}: the weights cannot be read ({type(cause).__name__}): "
-            f"the checkpoint is damaged"
-        ) from None
-    return extra
-
-
-def checkpoint_exists(directory):
-    """Is there a checkpoint? A save that ended between its two renames left the one before it as
-    .old."""
-    return Path(directory).exists() or Path(f"{directory}.old").exists()
-
-
-def load_extra(directory):
-    """The `extra` of a checkpoint: the configuration is in it, so that the model can be built
-    before it is loaded."""
-    folder, manifest = validated_folder(directory)
-    try:
-        check_sum(directory, folder, "extra.pt", manifest)
-        extra = torch.load(folder / "extra.pt", weights_only=True)
-    except DamagedCheckpoint:
-        raise
-    # whatever unpickling damaged bytes may raise
-    except Exception as error:
-        raise DamagedCheckpoint(
-            f"{directory}: extra.pt cannot be read ({type(error).__name__}): "
-            "the checkpoint is damaged"
-        ) from None
-    return with_new_names(extra)
-
-
-def check_all_sums(directory, folder, manifest):
-    """Raise DamagedCheckpoint on every rank unless every byte of a checkpoint is as it was written.
-    Each rank reads its share of the files."""
-    # No rank raises before all know: one that left alone would keep the others waiting.
-    rank, world = rank_and_world()
-    problem = ""
-    try:
-        for name in sorted(manifest)[rank::world]:
-            check_sum(directory, folder, name, manifest)
-    except DamagedCheckpoint as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{directory}: cannot be read: {error.strerror or error}"
-    problems = [p for p in gather_from_ranks(problem) if p]
-    if problems:
-        raise DamagedCheckpoint(problems[0])
-
-
-def checkpoint_tensors(model, optimizer):
-    """{name: tensor} of what this rank holds, DTensors where cut: weights, buffers, optimizer state
-    by parameter name. The optimizer must have made its state already, as muon.py does before the
-    first step: loading fills tensors in place, each in its layout."""
-    drop_gathered_weights(model)
-    tensors = {f"model.{name}": t.detach() for name, t in model.state_dict().items()}
-    if optimizer is not None:
-        for name, p in model.named_parameters():
-            for key, t in optimizer.state[p].items():
-                tensors[f"optimizer.{name}/{key}"] = t
-    return tensors
-
-
-def run_dcp(verb, tensors, **where):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        verb(tensors, no_dist=not dist.is_initialized(), **where)
-
-
-def gather_from_ranks(item):
-    """The items of all ranks, on every rank. Also a barrier: the ranks wait for each other."""
-    if not dist.is_initialized():
-        return [item]
-    items = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
 
 
 # ---------------------------------------------------------------- demo

@@ -33,7 +33,7 @@ shape, in float64.
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class Weights:
 # ---------------------------------------------------------------- mathematics
 
 
-def concave_cost(x, k=1.0, q=0.5):
+def concave_cost(x, k, q):
     """The concave cost C(x), in float64, same shape as x."""
     x = np.asarray(x, dtype=np.float64)
     # Outside these bounds the cost is not concave or not a number.
@@ -88,9 +88,9 @@ def concave_cost(x, k=1.0, q=0.5):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
-def count_effort(chain):
-    """The six quantities that the length penalty weighs, and the counts that the tables show, over
-    the whole chain."""
+def count_effort(chain, weights=Weights()):
+    """The six quantities that the length penalty weighs, the effort that they come to, and the
+    counts that the tables show, over the whole chain."""
 
     def count_tokens(turns):
         return sum(len(turn.tokens) - turn.head for turn in turns)
@@ -109,13 +109,17 @@ def count_effort(chain):
 
     # Thinking is what stands before the first call of a turn, and every summary.
     thinking = sum(turn.thinking for turn in acting)
-    return dict(
+    counts = dict(
         thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
         call_tokens=count_tokens(acting) - thinking,
         output_tokens=count_tokens(outputs),
         final_tokens=count_tokens(final),
         calls=len(calls),
         turns=len(own),
+    )
+    return dict(
+        counts,
+        effort=compute_effort(counts, weights),
         # from here on for the tables only
         sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
@@ -129,38 +133,61 @@ def count_effort(chain):
 
 def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
-    numbers, or to arrays over rollouts. A chain of several episodes has its totals there."""
+    numbers (-> a number) or to arrays over rollouts (-> an array). A chain of several episodes has
+    its totals there."""
     # A count that is left out would be free of charge, so it is refused.
     missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
-    x = 0
+    x = 0.0
     for name, weight in vars(weights).items():
-        x = x + weight * np.asarray(counts[name], dtype=np.float64)
+        x = x + weight * counts[name]
     return x
 
 
-def charged_effort(x, truncated=False, budget=math.inf):
-    """The effort that is paid for. A truncated episode, however short, and an over-long one pay for
-    the whole budget: otherwise a policy near the limit could save by being cut off."""
-    known = math.isfinite(budget) or not np.any(truncated)
-    assert known, "a truncated episode is charged the budget: pass a finite budget"
-    x = np.asarray(x, dtype=np.float64)
-    pays_budget = np.asarray(truncated, dtype=bool) | (x > budget)
-    return np.where(pays_budget, budget, x)[()]  # [()]: a number for a number
+@dataclass(frozen=True)
+class Price:
+    """What a rollout pays for its effort: scale * C(effort), up to the price of the budget (all of
+    these numbers are ours). scale = 0: effort is free; q = 0: the linear penalty of the ablation.
+    solved, finished and x are numbers or arrays over rollouts."""
+
+    scale: float = 0.03  # of one unit of C, in solved tasks
+    k: float = 1.0  # k and q: the curvature of C
+    q: float = 0.5
+    budget: float = math.inf  # the effort at which the price stops rising
+    weights: Weights = Weights()  # of the counts, in the effort
+
+    def __post_init__(self):
+        fits = self.scale >= 0 and math.isfinite(self.scale)
+        assert fits, f"scale must be finite and >= 0, not {self.scale}"
+        concave_cost(0.0, self.k, self.q)  # refuses a k or q out of bounds
+
+    def cost(self, x):
+        """What an effort of x costs, in solved tasks"""
+        return self.scale * concave_cost(x, self.k, self.q)
+
+    def pays_whole_budget(self, solved, finished):
+        """Who pays for the whole budget, whatever it used? A rollout that a limit cut short: else a
+        policy near the limit could save by being cut off."""
+        return np.logical_not(finished)
+
+    def shape_reward(self, solved, x, finished=True):
+        """The reward: 1 or 0 for the task, less the price of effort x"""
+        reward = np.asarray(solved, dtype=np.float64)
+        if not self.scale:
+            return reward
+        pays_budget = self.pays_whole_budget(solved, finished) | (np.asarray(x) > self.budget)
+        known = math.isfinite(self.budget) or not np.any(pays_budget)
+        assert known, "a truncated rollout is charged the budget: the price needs a finite budget"
+
+        # The price comes off the reward before any mean is taken: within a group the cheaper of two
+        # solved rollouts has the larger advantage.
+        return reward - self.cost(np.where(pays_budget, self.budget, x))
 
 
-def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=math.inf):
-    """reward - scale * C(effort that is paid for). q = 0 is the linear penalty of the ablation. A
-    scale of 0 turns the penalty off."""
-    if not scale:
-        return reward
-    # The price comes off the reward before any mean is taken: within a group the cheaper of two
-    # solved rollouts has the larger advantage.
-    price = scale * concave_cost(charged_effort(x, truncated, budget), k, q)
-    return np.asarray(reward, dtype=np.float64) - price
+FREE = Price(scale=0.0)  # the reward is 1 or 0
 
 
-def effort_budget(window, turns, weights=Weights()):
+def effort_budget(window, turns):
     """The effort at which the price stops rising, and which a truncated episode pays for. An agent
     with a context of `window` tokens and `turns` turns cannot spend more in one context, so every
     episode that fits pays for what it spent.
@@ -170,42 +197,42 @@ def effort_budget(window, turns, weights=Weights()):
     the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
     # As if all of these tokens were written in tool calls, one call per turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
-    counts = dict.fromkeys((field.name for field in fields(weights)), 0)
+    counts = dict.fromkeys((field.name for field in fields(Weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return float(compute_effort(counts, weights))
+    return compute_effort(counts)
 
 
-def linear_scale(x, scale=0.15, k=1.0, q=0.5):
-    """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one.
-    A fair ablation compares the two at this scale."""
-    return scale * concave_cost(x, k, q) / x
+def linear_price(price, x):
+    """The linear price that charges as much at effort x as this one. A fair ablation compares a
+    concave price with this."""
+    return replace(price, scale=float(price.cost(x) / x), q=0.0)
 
 
-def margin_over_quitting(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
+def margin_over_quitting(solved, x_solving, x_quitting, price):
     """Expected reward of trying minus that of giving up at once. solved: the probability that
     trying succeeds. Keep the margin above .1 on every level: where it is negative, the reward
     teaches the policy to quit."""
-    return solved - scale * (concave_cost(x_solving, k, q) - concave_cost(x_quitting, k, q))
+    return solved - (price.cost(x_solving) - price.cost(x_quitting))
 
 
 # ---------------------------------------------------------------- demo
 
 
-def price_curves(x, k, q, scale, token):
-    """Over effort x: {penalty: (what an episode pays, what its next 100 tokens cost)}. token: the
-    effort of one token."""
-    # Beside the penalty asked for: a straight line, and two curves that bend more.
-    penalties = {
-        f"k={k:g} q={q:g}": (k, q, scale),
-        "linear, equal at x=9": (1, 0, linear_scale(9, scale, k, q)),
-        "k=1 q=1": (1, 1, scale),
-        "k=.1 q=2, bounded": (0.1, 2, scale),
+def price_curves(x, price):
+    """Over effort x: {penalty: (what a rollout pays, what its next 100 tokens cost)}"""
+    # Beside the price asked for: a straight line, and two curves that bend more.
+    prices = {
+        f"k={price.k:g} q={price.q:g}": price,
+        "linear, equal at x=9": linear_price(price, 9),
+        "k=1 q=1": replace(price, k=1.0, q=1.0),
+        "k=.1 q=2, bounded": replace(price, k=0.1, q=2.0),
     }
-    curves = {}
-    for name, (k, q, scale) in penalties.items():
-        paid = scale * concave_cost(x, k, q)
-        curves[name] = paid, scale * concave_cost(x + 100 * token, k, q) - paid
-    return curves
+    return {name: (one.cost(x), cost_of_going_on(x, one)) for name, one in prices.items()}
+
+
+def cost_of_going_on(x, price):
+    """What the next 100 tokens cost after an effort of x"""
+    return price.cost(x + 100 * price.weights.thinking_tokens) - price.cost(x)
 
 
 def print_reference():
@@ -219,30 +246,30 @@ def print_reference():
     return worst
 
 
-def print_margins(k, q, scale):
+def print_margins(price):
     """Is trying worth its price, by how much effort the task takes?"""
     # Equal at effort 9, so that only the shape of the two penalties differs.
-    even = linear_scale(9, scale, k, q)
+    even = linear_price(price, 9)
     print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
     print("(the two penalties are equal at effort 9)")
     for x in (5, 9, 13, 21):
-        concave, linear = margin_over_quitting(0.9, x, 3, scale, k, q), margin_over_quitting(
-            0.9, x, 3, even, q=0
-        )
+        concave = margin_over_quitting(0.9, x, 3, price)
+        linear = margin_over_quitting(0.9, x, 3, even)
         print(f"  effort {x:2}: this penalty {concave:+.2f}    linear {linear:+.2f}")
 
 
-def print_groups(k, q, scale, weights):
+def print_groups(price):
     """Eight rollouts, one of them a thinking token longer than the others. -> largest advantage of
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
     # Seven rollouts are equal, the eighth has 81 thinking tokens instead of 80.
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
-    x = compute_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    counts["thinking_tokens"] = np.array([80] * 7 + [81])
+    x = compute_effort(counts, price.weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
     for name, solved in groups.items():
-        reward = shaped_reward(solved, x, scale, k, q)
+        reward = price.shape_reward(solved, x)
         advantage = reward - reward.mean()
         scaled = advantage / (advantage.std() + 1e-6)  # as GRPO does
         sizes += [np.abs(advantage).max(), np.abs(scaled).max()]
@@ -251,45 +278,42 @@ def print_groups(k, q, scale, weights):
 
 
 def parse_penalty_flags(parser, argv):
-    """-> the flags, and the Weights made from them. A bad value is one line and exit code 2."""
-    # The curvature, the scale, and one flag per weight.
-    parser.add_argument("--k", type=float, default=1.0)
-    parser.add_argument("--q", type=float, default=0.5)
-    parser.add_argument("--scale", type=float, default=0.15)
+    """-> the Price that the flags ask for. A bad value is one line and exit code 2."""
+    # The scale and the curvature, and one flag per weight. Their defaults are the recipe's.
+    for name in ("scale", "k", "q"):
+        parser.add_argument(f"--{name}", type=float, default=getattr(Price, name))
     for field in fields(Weights):
         about = "weight in the effort"
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
     args = parser.parse_args(argv)
 
-    # Weights and concave_cost check their own values by assert.
+    # Price and Weights check their own values by assert.
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
-        concave_cost(1.0, args.k, args.q)
-        fits = args.scale >= 0 and math.isfinite(args.scale)
-        assert fits, f"scale must be finite and >= 0, not {args.scale}"
+        price = Price(args.scale, args.k, args.q, weights=weights)
         for name, value in vars(args).items():
             assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
     except AssertionError as problem:
         parser.error(problem)
-    return args, weights
+    return price
 
 
-def demo(k, q, scale, weights):
+def demo(price):
     from demos.demo_figures import draw_prices
 
     worst = print_reference()
-    print_margins(k, q, scale)
+    print_margins(price)
     print("why advantages are not divided by the standard deviation")
-    mixed, _, same, blown = print_groups(k, q, scale, weights)
+    mixed, _, same, blown = print_groups(price)
 
     # The price of the next 100 tokens falls with what was spent before.
-    x, path = np.linspace(0, 60, 400), "out/length_penalty.png"
-    draw_prices(x, price_curves(x, k, q, scale, weights.thinking_tokens), path)
-    x = np.array([0, 40.0])
-    price = scale * (concave_cost(x + 100 * weights.thinking_tokens, k, q) - concave_cost(x, k, q))
+    path = "out/length_penalty.png"
+    x = np.linspace(0, 60, 400)
+    draw_prices(x, price_curves(x, price), path)
+    first, later = cost_of_going_on(np.array([0, 40.0]), price)
     print(
         f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
-        f"{price[0]:.3f} at the start and {price[1]:.3f} at effort 40;\n"
+        f"{first:.3f} at the start and {later:.3f} at effort 40;\n"
         f"one token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
         f"but divided by the deviation it would be {blown:.2f}. Figure: {path}"
     )
@@ -299,8 +323,8 @@ def main(argv):
     from demos.demonstration import draw_or_refuse, make_demo_parser
 
     parser = make_demo_parser("length_penalty.py", "The curves of the length penalty.")
-    args, weights = parse_penalty_flags(parser, argv)
-    draw_or_refuse(parser, lambda: demo(args.k, args.q, args.scale, weights))
+    price = parse_penalty_flags(parser, argv)
+    draw_or_refuse(parser, lambda: demo(price))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ fp32 residual stream, initialisation, the balancing rate.
     drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) predicts x_t+2;
                 learned from the main head's logits at t+1
 
-Left out: dropout; every faster way to compute the same. The model knows no ranks: hsdp.py replaces
+Left out: dropout; every faster way to compute the same. RMSNorm, Experts, MoE, Attention and
+Model.logprobs have fast twins, which step aside where one edits what they stand for
+(fast/twins.py). The model knows no ranks: hsdp.py replaces
 two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
 the whole sequence).
 
@@ -161,8 +163,8 @@ def apply_rotary_emb(x, cos, sin):
 
 def dot_product_attention(q, k, v, mask, scale):
     """softmax(scale q k^T) v: q (B, H, T, head_dim), k (B, H, S, head_dim), v (B, H, S, v_dim) ->
-    (B, H, T, v_dim). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to
-    t."""
+    (B, H, T, v_dim). mask (B or 1, 1, T, S): True or 0 = may look, False or -inf = may not; None:
+    causal, query t sees keys 0 to t."""
     causal = mask is None
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
 
@@ -484,12 +486,17 @@ class Cache:
         shape = (layers, rows, length, model.config.entry_width)
         self.data = torch.zeros(shape, dtype=model.dtype, device=model.embed.weight.device)
 
-    def update(self, layer, rows, positions, entries):
-        """Store entries (B, T, width) of the sequences `rows` (B,) at positions (B, T) -> all that
-        these sequences hold up to the last of these positions (B, S, width)"""
+    def update(self, layer, rows, places, length, entries):
+        """Store entries (B, T, width) of the sequences `rows` (a slice or numbers) at places, a pair
+        of indices: row (B, 1) and position (B, T). -> the first `length` entries of these sequences
+        (B, length, width)"""
         data = self.data[layer]
-        data[rows[:, None], positions] = entries
-        return data[rows, : int(positions.max()) + 1]
+        data[places] = entries
+        return data[rows, :length]
+
+    def copy_rows(self, targets, sources, length):
+        """The first `length` entries of the rows `sources` become those of the rows `targets`."""
+        self.data[:, targets, :length] = self.data[:, sources, :length]
 
 
 class Model(nn.Module):
@@ -548,10 +555,6 @@ class Model(nn.Module):
         places, which then adds up in fp32 too"""
         return F.embedding(tokens, self.embed.weight.float())
 
-    def mark_real(self, tokens):
-        """tokens (B, T), -1 = padding -> what MoE.forward takes as `real`"""
-        return tokens >= 0
-
     def forward(self, tokens, positions=None, replay=None, record=None):
         """tokens (B, T), -1 where there is none (padding: computed as token 0, and no router counts
         it) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence,
@@ -565,19 +568,25 @@ class Model(nn.Module):
         else:
             keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]  # (S,)
             mask = (keys <= positions[:, None])[None, None]  # (1, 1, T, S)
-        cos, sin = self.rotary_cos_sin(positions[None])
+        real = tokens >= 0 if self.training else None
+        return self.run_layers(tokens.clamp(min=0), positions[None], mask, replay, record, real)
+
+    def run_layers(self, tokens, positions, mask, replay=None, record=None, real=None, stores=()):
+        """All layers, in training and in sampling: tokens (B, T), positions (B or 1, T) -> hidden
+        (B, T, D). replay, record: see forward; real: see MoE.forward; stores: for each layer what
+        Attention.forward takes as its cache, or none"""
+        cos, sin = self.rotary_cos_sin(positions)
+        x = self.embed_tokens(tokens)  # (B, T, D)
 
         # Each MoE layer has its own column of the replay, dense layers have none.
-        real = self.mark_real(tokens) if self.training else None
-        x = self.embed_tokens(tokens.clamp(min=0))  # (B, T, D)
         moe_layer = 0
-        for block in self.layers:
-            replayed = None
+        for layer, block in enumerate(self.layers):
+            replayed, store = None, stores[layer] if stores else None
             if isinstance(block.ffn, MoE):
                 if replay is not None:
                     replayed = replay[:, :, moe_layer]  # (B, T, K)
                 moe_layer += 1
-            x = self.run_block(block, x, cos, sin, mask, None, replayed, record, real)
+            x = self.run_block(block, x, cos, sin, mask, store, replayed, record, real)
         return x
 
     def run_block(self, block, *inputs):
@@ -594,22 +603,29 @@ class Model(nn.Module):
         )
 
     def locate_in_cache(self, tokens, cache, rows, start):
-        """tokens (B, T), start (B,): the position of each row's first token -> rows (B,), positions
-        (B, T), and the mask of what they may look at (B, 1, T, S)"""
+        """tokens (B, T), rows (a slice or a list), start (B,): the position of each row's first
+        token -> where Cache.update stores and reads (rows, places, length), the positions (B, T),
+        and the mask of what these tokens may look at (B, 1, T, S)"""
         # Each sequence has a length of its own so far, so the rows begin at different positions.
-        room, device = cache.data.shape[2], tokens.device
-        start = torch.as_tensor(start, device=device)
-        assert start.max() < room, f"position {int(start.max())} in a cache of {room} tokens"
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=device)  # (B, T)
+        # Lists are known to Python: it need not wait for a GPU to say where the last token stands.
+        (room, T), device = (cache.data.shape[2], tokens.shape[1]), tokens.device
+        start = start.tolist() if torch.is_tensor(start) else start
+        assert max(start) < room, f"position {max(start)} in a cache of {room} tokens"
+        numbers = list(range(cache.data.shape[1])[rows]) if isinstance(rows, slice) else rows
+        row, first = torch.tensor([numbers, start]).to(device, non_blocking=True)  # (B,) each
+        positions = first[:, None] + torch.arange(T, device=device)  # (B, T)
         positions = positions.clamp(max=room - 1)  # only padding reaches so far
 
-        # Causal: a token looks at what stands in its own sequence up to itself.
-        keys = torch.arange(int(positions.max()) + 1, device=device)  # (S,)
-        mask = (keys <= positions[..., None])[:, None]  # (B, 1, T, S)
+        # Keys up to the last of these positions, rounded up: a CPU compiles its kernels for every
+        # length anew.
+        length = min(room, -(-(max(start) + T) // 64) * 64)
 
-        # A slice or a list of rows becomes a tensor of row numbers.
-        row_numbers = torch.arange(cache.data.shape[1], device=device)[rows]
-        return row_numbers, positions, mask
+        # Causal: a token looks at what stands in its own sequence up to itself.
+        later = torch.arange(length, device=device) > positions[..., None]  # (B, T, S)
+        mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=device)
+        mask = mask.masked_fill_(later, -torch.inf)[:, None]  # (B, 1, T, S)
+        rows = rows if isinstance(rows, slice) else row
+        return (rows, (row[:, None], positions), length), positions, mask
 
     def decode(self, tokens, cache, rows, start, record=None):
         """tokens (B, T) continue the cached sequences `rows` (a slice or a list) at start (B,), a
@@ -617,14 +633,12 @@ class Model(nn.Module):
         are masked now and overwritten later. No real token reads the cache's last place, so make
         the cache one longer than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
-        rows, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
-        cos, sin = self.rotary_cos_sin(positions)
+        place, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
 
         # As forward, but each layer stores its entries and attends to all that are stored.
-        x, choices = self.embed_tokens(tokens), []
-        for layer, block in enumerate(self.layers):
-            update = partial(cache.update, layer, rows, positions)
-            x = block(x, cos, sin, mask, update, record=choices)
+        stores = [partial(cache.update, layer, *place) for layer in range(len(self.layers))]
+        choices = []
+        x = self.run_layers(tokens, positions, mask, record=choices, stores=stores)
         if record is not None:
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x
@@ -646,8 +660,8 @@ class Model(nn.Module):
         if cache is None:
             positions = torch.arange(following.shape[1], device=following.device)
             return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions[None]))
-        rows, positions, mask = self.locate_in_cache(following, cache, rows, start)
-        update = partial(cache.update, len(self.layers), rows, positions)
+        place, positions, mask = self.locate_in_cache(following, cache, rows, start)
+        update = partial(cache.update, len(self.layers), *place)
         return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions), mask, update)
 
     def logits(self, hidden):
@@ -751,17 +765,6 @@ def decode_speculatively(model, prompt, count):
         draft = int(model.draft_logits(hidden[:, :kept], following, *place)[0, -1].argmax())
         read, passes, right = read + kept, passes + 1, right + hit
     return tokens[len(prompt) : len(prompt) + count], right / max(passes - 1, 1)
-
-
-def fast_dtype(device):
-    """bf16 products are several times faster than fp32 on GPUs and CPUs that have instructions for
-    them, far slower elsewhere."""
-    if device == "cuda":
-        # compute capability 8.0 (A100) and later
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def parameters_per_token(config):

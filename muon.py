@@ -22,7 +22,8 @@ phase 2; asynchronous, while one task waits on communication others advance; the
 full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone. So no
 rank ever asks another for a size, nothing is padded, and a unit that already lies whole on a rank
 stays there.
-Ours, for want of a public value: learning rate, momentum, coefficients, scale. Left out: fused
+newton_schulz has a fast twin, which steps aside where one edits it (fast/twins.py). Ours, for want
+of a public value: learning rate, momentum, coefficients, scale. Left out: fused
 kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
 thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 
@@ -509,7 +510,8 @@ class Muon(torch.optim.Optimizer):
         for sharded in self.sharded_params:
             if sharded.param.grad is not None or isinstance(sharded.param, DTensor):
                 active.append(sharded)
-                self.state[sharded.param]["step"] += 1
+                if "step" in self.state[sharded.param]:
+                    self.state[sharded.param]["step"] += 1
 
         # The plan follows from shapes: it is made once for a set of parameters.
         key = tuple(map(id, active))
@@ -796,8 +798,10 @@ def make_state(p, algorithm):
     else:
         dtype = torch.promote_types(p.dtype, torch.float32)
         state = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-    # AdamW's bias correction counts steps, and so may the rounding of narrow weights.
-    return {**state, "step": torch.zeros((), dtype=torch.float32)}
+    # AdamW's bias correction counts steps, and so does the rounding of narrow weights.
+    if algorithm == "adamw" or p.dtype.itemsize < 4:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    return state
 
 
 # ---------------------------------------------------------------- refusals

@@ -19,7 +19,8 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
 Ours: beta (0 by default), Z, the reference (the policy after SFT), the tool-call format, all sizes.
 No ratio and no clip: one update per batch, so without workers the sampling policy is the policy.
 With --workers it may be --staleness updates older, and nothing corrects for that. Left out:
-branching environments and semantic search.
+branching environments and semantic search. Sampler has a fast twin, in which many agents decode
+together; it steps aside where the plain one is edited (fast/twins.py).
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
@@ -44,7 +45,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from length_penalty import count_effort
+from length_penalty import FREE, count_effort
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit_chain
@@ -257,6 +258,8 @@ class Episode:
 
     turns: list
     experts: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
+    # the hints on its turns, as feedback_distill.Splice: what a teacher reads above them
+    hints: list = field(default_factory=list)
 
     def __len__(self):
         return sum(len(turn.tokens) for turn in self.turns)
@@ -269,18 +272,20 @@ class Chain:
 
     task: Task
     episodes: list
-    reward: float = 0.0
-    solved: bool = False
+    passed: bool = False  # by the judge: do the hidden tests pass?
     # how the machine failed, "" if it did not. After a failure the reward says nothing about the
     # policy
     failure: str = ""
     finished: bool = False  # ended by its own final message, not by a limit
     steps: int = 0  # decoding steps that it took; accepted drafts save some
-    stats: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)  # path -> text at its end: what is submitted
     # what the world recorded of its tool calls (world.recorder.Seen); None: nothing was recorded
     facts: list = None
     findings: list = None  # the audit's; None: not audited yet
+    # what grade() makes of all this: the counts, is the task solved, the reward
+    stats: dict = field(default_factory=dict)
+    solved: bool = False
+    reward: float = 0.0
 
     @property
     def turns(self):
@@ -696,16 +701,14 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
         return chain
 
 
-def grade_chain(chain, sandbox):
-    """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
-    0. The audit looks for cheats. (Training computes another reward from chain.solved:
-    compute_reward in train.py.)"""
-    chain.stats = count_effort(chain)
+def judge_chain(chain, sandbox):
+    """Do the hidden tests of the task pass with what was submitted (chain.passed), and was there a
+    cheat (chain.findings)?"""
     if chain.failure:
         return
     try:
         verdict = judge(chain.task, chain.files, sandbox)
-        chain.solved, chain.reward = verdict.solved, float(verdict.solved)
+        chain.passed = verdict.solved
         # Audited here, not later: here it runs beside the sampling, in the processes that sample.
         audit_chain(chain, verdict)
     except (MachineFailure, OSError, MemoryError) as failure:
@@ -714,16 +717,22 @@ def grade_chain(chain, sandbox):
         chain.failure = str(failure)
 
 
+def grade(chain, price=FREE):
+    """Sets the counts, solved and the reward of a rollout; nothing else sets them. It is solved if
+    the agent ended by itself and the hidden tests pass: what a limit cut short has submitted
+    nothing, even if its files pass them. The reward is 1 or 0, less the price of effort."""
+    chain.stats = count_effort(chain, price.weights)
+    chain.solved = chain.passed and chain.finished
+    chain.reward = float(price.shape_reward(chain.solved, chain.stats["effort"], chain.finished))
+
+
 def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
-    """`group` chains per task -> list of groups, graded. Chain j of a task draws its random numbers
-    from the seed (seed, the task's number, j); numbers: those of the tasks (default: 0, 1, ...). A
-    chain that the machine failed is played once more. Where it fails again, chain.failure says why,
-    and it is neither right nor wrong: leave it out (see drop_failed)."""
+    """`group` chains per task -> list of groups, judged and not yet graded. Chain j of a task draws
+    its random numbers from the seed (seed, the task's number, j); numbers: those of the tasks
+    (default: 0, 1, ...). A chain that the machine failed is played once more. Where it fails again,
+    chain.failure says why, and it is neither right nor wrong: leave it out (see drop_failed)."""
     # Tests of a real repository take long: only the agent that runs them waits, and no other.
     patient = not any("repo" in task.meta for task in tasks)
-
-    def judge_it(chain):
-        grade_chain(chain, sandbox)
 
     def play(places):
         agents, seeds = [], []
@@ -731,7 +740,9 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
             agents.append(agent_in_workspace(task, sampler.tokenizer, sandbox, limits, compact))
             seeds.append((seed, number, j))
         try:
-            return sampler.run(agents, seeds, judge_it, patient=patient)
+            return sampler.run(
+                agents, seeds, partial(judge_chain, sandbox=sandbox), patient=patient
+            )
         finally:
             # After an error some agents have not ended; closing them removes their workspaces.
             for one in agents:
@@ -790,9 +801,7 @@ def play_moves(task, tokenizer, moves, limits, compact=None):
                 action = moves.send(outputs)
     except StopIteration as end:
         # The agent has ended: with its final message, or because there is no more room.
-        chain = end.value
-    chain.stats = count_effort(chain)
-    return chain
+        return end.value
 
 
 # ---------------------------------------------------------------- objective
@@ -818,33 +827,33 @@ def predictable_tokens(episode):
 
 
 def pack(episodes, advantage, multiple=1):
-    """Episodes and one number each -> tensors (B, T), aligned so that position t predicts
-    targets[t] = tokens[t + 1]: tokens (-1 = padding), targets, mask (1 = the target was sampled),
-    logprobs, advantage, inside (1 = there is a target); experts (B, T, L, K) or None. T is a
-    multiple of `multiple`.
+    """Episodes and one number each -> tensors (B, T), T a multiple of `multiple`. Of position t:
+    tokens (-1 = padding); of the token t + 1, which it predicts: targets (its id), mask (1 = it was
+    sampled), logprobs (at sampling), advantage (0 where it was not sampled), has_target (1 = there
+    is one to learn). experts (B, T, L, K) or None.
 
     There is no target where the policy would go on by itself but the harness has put another turn
     (a query, a hint): the policy would learn to write that turn's first token itself."""
     T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
 
-    # One row per episode, with zeros behind its end.
-    columns = {"targets": [], "mask": [], "logprobs": [], "inside": [], "real": []}
+    # One row per episode, and behind its end padding, which is no token: the routers do not count
+    # it as load.
+    columns = {"tokens": [], "targets": [], "mask": [], "logprobs": [], "has_target": []}
     for episode in episodes:
         tokens, mask, logprobs, _ = flatten(episode)
-        inside, real = predictable_tokens(episode), np.ones(len(episode))
-        for column, row in zip(columns.values(), (tokens, mask, logprobs, inside, real)):
-            column.append(np.pad(row, (0, T - len(row))))
+        padding = (0, T - len(tokens))
+        columns["tokens"].append(np.pad(tokens, padding, constant_values=-1))
 
-    def stack(name, dtype):
-        return torch.from_numpy(np.stack(columns[name]).astype(dtype))  # (B, T)
+        # What is said of a token belongs to the position before it, which predicts it.
+        of_targets = (tokens, mask, logprobs, predictable_tokens(episode))
+        for name, row in zip(("targets", "mask", "logprobs", "has_target"), of_targets):
+            columns[name].append(np.pad(row, padding)[1:])
 
-    # Padding is no token: the routers do not count it as load.
-    batch = {"tokens": stack("targets", np.int64).masked_fill(stack("real", np.int64) == 0, -1)}
-
-    # What is said of a token belongs to the position before it, which predicts it.
-    for name in ("targets", "mask", "logprobs", "inside"):
-        values = stack(name, np.int64 if name == "targets" else np.float32)
-        batch[name] = F.pad(values[:, 1:], (0, 1))
+    batch = {}
+    for name, rows in columns.items():
+        dtype = np.int64 if name in ("tokens", "targets") else np.float32
+        column = torch.from_numpy(np.stack(rows).astype(dtype))
+        batch[name] = F.pad(column, (0, T - column.shape[1]))  # (B, T)
     weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)  # (B,)
     batch["advantage"] = batch["mask"] * weights[:, None]
 
@@ -908,6 +917,8 @@ def demo():
     model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
+    for chain in group:
+        grade(chain)
     rewards = [chain.reward for chain in group]
     tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(

@@ -40,7 +40,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -55,16 +55,16 @@ from world.features import (
     feature_id,
     repository_prompt,
     statistics_of,
+    why_no_feature,
 )
 from world.files import printable, unified
 from world.gates import (
-    MOST_CHANGES,
     Discard,
     check_collected,
     check_imports,
     check_original,
     check_trivial_bodies,
-    failing_changes,
+    failing_mutants,
     inherited_tests,
     judging_tests,
     without_tests,
@@ -525,11 +525,11 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
 
     # 3) The tests that can judge: each can be hidden, and has changed copies that must fail.
     broken, unready, groups = judging_tests(files, broken, outcomes, deleted_from)
-    patient = copy.copy(sandbox)  # the time a suite needs was measured without copies of its tests
-    patient.time_limit *= 2 + MOST_CHANGES
+    patient = copy.copy(sandbox)  # the time a suite needs was measured for one run
+    patient.time_limit *= 5
     names = [one.name for one in chosen]
-    changes = failing_changes(files, groups, broken, names, rng, patient, repository.plan)
-    groups = [group for group in groups if changes[group]]
+    mutants = failing_mutants(files, groups, broken, names, rng, patient, repository.plan)
+    groups = [group for group in groups if mutants[group]]
     if not groups:
         raise Discard("its tests cannot be told from changed ones")
 
@@ -559,7 +559,7 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
             "kind": dials["kind"],
             "hidden_groups": hidden,
             "pristine": pristine,
-            "twins": {group: changes[group] for group in groups},
+            "mutants": {group: mutants[group] for group in groups},
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),
@@ -628,33 +628,32 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
     with ThreadPoolExecutor(jobs) as pool:
 
         def submit_next():
-            """Hands the next feature to a worker. Returns a set of one future, empty if no feature
+            """Hands the next feature to a worker. Returns a list of one future, empty if no feature
             is left."""
             feature = next(features, None)
             if feature is None:
-                return set()
+                return []
             level, chosen, own_rng = feature
             words = (repository, chosen, level, own_rng, sandbox, prompt)
-            return {pool.submit(make_repository_task, *words)}
+            return [pool.submit(make_repository_task, *words)]
 
-        waiting = set()
+        waiting = []
         try:
-            # One feature more than there are workers, so that no worker ever waits.
-            for _ in range(jobs + 1):
-                waiting |= submit_next()
+            # Twice as many features as there are workers, so that few of them ever wait.
+            for _ in range(2 * jobs):
+                waiting += submit_next()
             while waiting and len(tasks) < n:
-                # What is done is kept or counted, and makes room for the next feature.
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    task = future.result()
-                    if isinstance(task, str):
-                        reasons[task] += 1
-                    elif len(tasks) < n:
-                        tasks.append(task)
-                        # an older file of that name stays until the first task replaces it
-                        with open(out, "a" if len(tasks) > 1 else "w") as file:
-                            file.write(instance(task) + "\n")
-                    waiting |= submit_next()
+                # In the order of the draw: how long a feature takes must not decide which tasks
+                # there are. What is done makes room for the next feature.
+                task = waiting.pop(0).result()
+                if isinstance(task, str):
+                    reasons[task] += 1
+                else:
+                    tasks.append(task)
+                    # an older file of that name stays until the first task replaces it
+                    with open(out, "a" if len(tasks) > 1 else "w") as file:
+                        file.write(instance(task) + "\n")
+                waiting += submit_next()
                 discarded = sum(reasons.values())
                 progress(f"{len(tasks)} of {n} tasks verified, {discarded} discarded", start)
         except KeyboardInterrupt:
@@ -666,7 +665,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                 future.cancel()
 
     if not tasks:
-        why = dict(reasons) or "no test runs a definition of three lines"
+        why = dict(reasons) or why_no_feature(repository, levels)
         raise Refusal(f"{repo}: no task could be verified: {why}")
     return tasks, reasons, time.perf_counter() - start
 

@@ -74,73 +74,95 @@ from command import (
     source_files,
     step_log,
 )
-from command.flags import usage_error
+from command.flags import describe_stage, flag, usage_error
+from fast import sampler as fast_sampler
 from fast import workers as fast_workers
-from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import stochastic_round
 from world.micro import CONSTANTS, WORDS
 from world.task_file import read_tasks
 
+ORDER = ["pretrain", "long", "sft", "rl"]
+# In which stages a flag is read; one that does not say so is read in all.
+TRAINING = "pretrain long sft rl"
+AGENT = "sft rl eval"
+LEVELS = len(synth_tasks.LEVELS)
+
 
 @dataclass(frozen=True)
 class Config:
+    """Every field is a flag, and this is its only place: what is above or behind it is what --help
+    says. The first value is the default. Others have the name of what they are for: a stage (sft=),
+    a scale (gpu=), a stage at that scale (gpu_sft=), a run from a published model (published=,
+    published_sft=); of several that are in force, the last in this list wins. stages: those that
+    read it; may_change: also when a stage goes on; the rest is the range. See command/flags.py."""
+
     # ---- what and where
-    stage: str = "all"  # all, pretrain, long, sft, rl or eval
-    scale: str = "auto"  # laptop, gpu or tiny; auto: gpu where there is a CUDA device, else laptop
+    # all, pretrain, long, sft, rl or eval
+    stage: str = flag("all", choices=("all", *ORDER, "eval"), may_change=True)
+    # laptop, gpu or tiny; auto: gpu where there is a CUDA device, else laptop
+    scale: str = flag("auto", choices=("auto", "laptop", "gpu", "tiny"))
     # folder for checkpoints, logs and figures; the same command again goes on where it stopped
-    out: str = "out/run"
+    out: str = flag("out/run", may_change=True)
     # folder of the run whose previous stage this stage starts from (default: out)
-    start_from: str = ""
+    start_from: str = flag("", may_change=True)
     # go on with the run in out, and refuse to begin a new one (the same command without it goes on,
     # too)
-    resume: bool = False
+    resume: bool = flag(False, may_change=True)
     # folder of Python files to pretrain on (default: the standard library of this Python)
-    data: str = ""
+    data: str = flag("", stages="pretrain long")
     # folder of a published checkpoint to start from, instead of random weights; the model's sizes
     # are then those of the checkpoint
     init_from: str = ""
     # only write the run in out to this folder in the published format: the last stage that was run,
     # or the one named by stage
-    export: str = ""
+    export: str = flag("", may_change=True)
     # file of tasks made by synth_tasks.py --repo (default: tasks in generated codebases)
-    tasks: str = ""
-    seed: int = 1337  # of every random choice
-    device: str = "auto"  # cpu, cuda or auto
+    tasks: str = flag("", stages="rl eval")
+    seed: int = flag(1337, stages=TRAINING, at_most=2**32 - 1)  # of every random choice
+    # cpu, cuda or auto
+    device: str = flag("auto", choices=("auto", "cpu", "cuda"), may_change=True)
     # dtype of matrix products: float32, bfloat16 or auto (bfloat16 where the hardware has it);
     # those of the experts may be narrower still, see precision
-    dtype: str = "auto"
+    dtype: str = flag("auto", choices=("auto", "float32", "bfloat16"))
     # dtype in which weights are stored: float32 or bfloat16. bfloat16 takes five sixths of the
     # memory of weights, gradients and optimizer, and its updates are rounded stochastically
-    weight_dtype: str = "float32"
+    weight_dtype: str = flag("float32", choices=("float32", "bfloat16"))
     # 1: compile the blocks with torch.compile in pretrain and long. On an H100 a step takes 14 %
     # less time, and compiling takes 80 s
-    compile: bool = False
+    compile: bool = flag(False, stages="pretrain long", may_change=True)
     # 1: use the plain form of every part and nothing of fast/. Slower; the curves are the same
-    plain: bool = False
+    plain: bool = flag(False, may_change=True)
     # on CPU: number of training processes that are started. Each has its share of the cores and of
     # the batch; there is at most one per core
-    processes: int = 2
-    save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
+    processes: int = flag(2, may_change=True)
+    # steps between checkpoints (0: a tenth of the stage)
+    save_every: int = flag(0, stages=TRAINING, may_change=True)
 
     # ---- model: see moe.ModelConfig
-    vocab: int = 1024  # tokens of the tokenizer, which is trained on the run's own text
-    dim: int = 128  # width of the residual stream
-    layers: int = 4  # number of blocks; the first has a dense feed-forward network (FFN)
+    # tokens of the tokenizer, which is trained on the run's own text
+    vocab: int = flag(1024, tiny=512, gpu=8192)
+    dim: int = flag(128, at_least=1, tiny=64, gpu=640)  # width of the residual stream
+    # number of blocks; the first has a dense feed-forward network (FFN)
+    layers: int = flag(4, at_least=1, tiny=2, gpu=10)
     # attention heads. A head's query, key and value have dim / heads dimensions; beside these its
     # query and key have half as many with rotary embedding, and 32 at least: see MIN_QK_ROPE
-    heads: int = 4
-    experts: int = 8  # routed experts in a layer; one more is shared by all tokens
-    num_experts_per_tok: int = 2  # routed experts that each token goes to
-    expert_ffn: int = 128  # hidden units of an expert
-    dense_ffn: int = 384  # hidden units of the first block's dense FFN
-    kv_lora: int = 128  # width of the latent vector that the KV cache holds
+    heads: int = flag(4, at_least=1, tiny=2, gpu=10)
+    experts: int = flag(8, tiny=4)  # routed experts in a layer; one more is shared by all tokens
+    num_experts_per_tok: int = flag(2, at_least=1)  # routed experts that each token goes to
+    expert_ffn: int = flag(128, at_least=1, tiny=64, gpu=512)  # hidden units of an expert
+    # hidden units of the first block's dense FFN
+    dense_ffn: int = flag(384, at_least=1, tiny=128, gpu=2048)
+    # width of the latent vector that the KV cache holds
+    kv_lora: int = flag(128, at_least=1, tiny=32, gpu=256)
     # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
     # learns to copy names 100 steps later
-    rope_theta: float = 1000.0
+    rope_theta: float = flag(
+        1000.0, at_least=1.1, why="pairs of dimensions turn slower one by one", gpu=10000.0
+    )
     # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
     # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
     # numbers, slower
-    precision: str = "dtype"
+    precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"))
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # pretrain, long and sft from the model's own predictions and changes no other weight.
     # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
@@ -148,80 +170,146 @@ class Config:
 
     # ---- optimizer
     # muon: Muon for matrices, AdamW for the rest; adamw: AdamW for everything
-    optimizer: str = "muon"
+    optimizer: str = flag("muon", stages=TRAINING, choices=("muon", "adamw"), rl="adamw")
     # peak learning rate of Muon; an update has RMS 0.2 * lr. At 0.02 the laptop model never learns
-    # to copy names
-    lr: float = 0.006
+    # to copy names. The weights of a published model are good, so all of them move at AdamW's
+    # fine-tuning rate, which is 0.2 * lr here
+    lr: float = flag(
+        0.006,
+        stages=TRAINING,
+        long=0.004,
+        gpu=0.005,
+        gpu_long=0.004,
+        published=5e-5,
+        published_rl=5e-6,
+    )
     # peak learning rate of AdamW: for embeddings, head, gains and routers, or for everything with
-    # optimizer=adamw
-    adam_lr: float = 3e-3
+    # optimizer=adamw. From a published model: ours, not tuned on a real one
+    adam_lr: float = flag(
+        3e-3,
+        stages=TRAINING,
+        long=2e-3,
+        rl=5e-4,
+        gpu=1e-3,
+        gpu_long=2e-3,
+        gpu_rl=5e-4,
+        published=1e-5,
+        published_rl=1e-6,
+    )
     # of Muon's matrices: each step shrinks them by lr * weight_decay of their size
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0  # the gradient is scaled down to this norm if it is larger
-    warmup: float = 0.05  # fraction of the stage's steps in which the learning rate rises
-    decay: float = 0.4  # last fraction of the steps, in which it falls linearly to a tenth
+    weight_decay: float = flag(0.01, stages=TRAINING, rl=0.0)
+    # the gradient is scaled down to this norm if it is larger
+    grad_clip: float = flag(1.0, stages=TRAINING, at_least=1e-30, rl=0.5)
+    # fraction of the stage's steps in which the learning rate rises
+    warmup: float = flag(0.05, stages=TRAINING, at_most=1)
+    # last fraction of the steps, in which it falls linearly to a tenth
+    decay: float = flag(0.4, stages=TRAINING, at_most=1, rl=0.3)
 
     # ---- batches
-    # optimizer steps of a stage; each stage has its own default, see STAGES and STAGE_SCALES
-    steps: int = 100
-    context: int = 256  # tokens of a training sequence in pretrain; long multiplies it by yarn
-    batch_tokens: int = 4096  # tokens per optimizer step, over all ranks
-    micro_tokens: int = 4096  # tokens per forward and backward, on one rank
+    # optimizer steps of a stage. At scale gpu, pretrain reads the standard library about eight
+    # times
+    steps: int = flag(
+        100,
+        stages=TRAINING,
+        at_least=1,
+        pretrain=120,
+        long=20,
+        sft=1000,
+        rl=40,
+        tiny=4,
+        gpu_pretrain=300,
+        gpu_long=40,
+        gpu_sft=150,
+        gpu_rl=100,
+        published_sft=200,
+    )
+    # tokens of a training sequence in pretrain; long multiplies it by yarn
+    context: int = flag(256, at_least=1, gpu=1024)
+    # tokens per optimizer step, over all ranks
+    batch_tokens: int = flag(4096, stages="pretrain long sft", at_least=1, tiny=2048, gpu=65536)
+    # tokens per forward and backward, on one rank
+    micro_tokens: int = flag(
+        4096, stages=TRAINING, at_least=1, may_change=True, sft=2048, rl=2048, tiny=2048, gpu=32768
+    )
     # 1: keep only the input of each block and compute the rest again in the backward
     # (activation checkpointing): less memory for a third more work
-    recompute: bool = False
+    recompute: bool = flag(False, stages=TRAINING, may_change=True)
     # fraction of the steps of pretrain and sft with shorter sequences, which makes copying easier
-    # to learn: a quarter of the length in the first half of them, half of it in the second
-    seq_len_warmup: float = 0.25
-    yarn: float = 2.0  # factor by which the stage long stretches the window
+    # to learn: a quarter of the length in the first half of them, half of it in the second. A
+    # published model can copy
+    seq_len_warmup: float = flag(
+        0.25, stages="pretrain long sft", at_most=1, long=0.0, published=0.0
+    )
+    yarn: float = flag(2.0, at_least=1)  # factor by which the stage long stretches the window
 
     # ---- sft
-    demos: int = 12000  # number of different expert transcripts
+    # number of different expert transcripts
+    demos: int = flag(12000, stages="sft", at_least=1, tiny=64, gpu=20000)
     # number of difficulty levels, from 0 on, in the tasks of sft and of rl. With fewer than 6 the
     # curriculum of rl opens the next ones
-    levels: int = 6
+    levels: int = flag(6, stages="sft rl", at_least=1, at_most=LEVELS)
 
     # ---- rl
-    tasks_per_step: int = 8  # tasks per optimizer step, over all ranks
-    group_size: int = 8  # rollouts per task; their mean reward is the baseline
-    temperature: float = 0.95  # of sampling, in training and in evaluation
+    # tasks per optimizer step, over all ranks
+    tasks_per_step: int = flag(8, stages="rl", at_least=1, tiny=2, gpu=32)
+    # rollouts per task; their mean reward is the baseline
+    group_size: int = flag(8, stages="rl", at_least=1, tiny=2, gpu=16)
+    # of sampling, in training and in evaluation
+    temperature: float = flag(
+        0.95,
+        stages="rl eval",
+        at_least=0.001,
+        why="python eval.py RUN --temperature=0 samples colder: a policy that never varies has "
+        "nothing to learn from, and the gradient is divided by the temperature",
+    )
     # tokens guessed ahead while sampling (speculative decoding); the results are the same up to the
     # rounding of bfloat16
-    draft: int = 3
+    draft: int = flag(3, stages="rl eval")
     # weight of the penalty on the KL divergence (k1) from the policy that RL started from
-    kl_coef: float = 0.0
+    kl_coef: float = flag(0.0, stages="rl")
     # 1: router replay. Training sends each token to the experts that were chosen in sampling
-    router_replay: bool = True
+    router_replay: bool = flag(True, stages="rl")
     # generation processes beside each training process; 0: sampling and training take turns
-    workers: int = 0
+    workers: int = flag(0, stages="rl", may_change=True)
     # with workers: by how many updates the policy that sampled a token may be older than the policy
     # that trains on it
-    staleness: int = 1
-    feedback: float = 0.15  # weight of the targeted textual feedback (distillation); 0: off
+    staleness: int = flag(1, stages="rl", may_change=True)
+    # weight of the targeted textual feedback (distillation); 0: off
+    feedback: float = flag(0.15, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
-    habits: str = "unavailable_tool"
-    length_penalty: float = 0.03  # weight of the price of effort, C(effort); 0: off
+    habits: str = flag(
+        "unavailable_tool", stages="sft rl", choices=feedback_distill.RULES, several=True
+    )
+    # weight of the price of effort, C(effort); 0: off
+    length_penalty: float = flag(length_penalty.Price.scale, stages="rl")
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
-    summarize: bool = True
-    trigger: float = 0.7  # fraction of the window at which it has to summarize
-    window: int = 512  # context window of the agent in tokens, in sft, rl and evaluation
-    max_turns: int = 40  # turns of the agent per task, over all its contexts
+    summarize: bool = flag(True, stages=AGENT)
+    # fraction of the window at which it has to summarize
+    trigger: float = flag(0.7, stages=AGENT, at_most=1)
+    # context window of the agent in tokens, in sft, rl and evaluation
+    window: int = flag(512, stages=AGENT, at_least=1, gpu=4096)
+    # turns of the agent per task, over all its contexts
+    max_turns: int = flag(40, stages=AGENT, at_least=1)
     # 1: prefer the levels on which some rollouts succeed and some fail, and open a harder one when
     # the hardest is mastered; 0: a fixed mix of the levels
-    curriculum: bool = True
+    curriculum: bool = flag(True, stages="rl")
 
     # ---- parallel (torchrun)
-    cp: int = 1  # context parallelism: ranks that share each sequence
-    ep: int = 1  # expert parallelism: ranks that share the experts of a layer
+    # context parallelism: ranks that share each sequence
+    cp: int = flag(1, at_least=1, may_change=True)
+    # expert parallelism: ranks that share the experts of a layer
+    ep: int = flag(1, at_least=1, may_change=True)
     # number of copies of the dense weights; each copy is sharded over its own ranks
-    dp_replicate: int = 1
+    dp_replicate: int = flag(1, at_least=1, may_change=True)
 
     # ---- evaluation
-    eval_levels: int = 6  # number of levels in evaluation, from 0 on
-    eval_tasks: int = 24  # tasks per level
-    eval_samples: int = 2  # rollouts per task
+    # number of levels in evaluation, from 0 on
+    eval_levels: int = flag(6, stages="eval", at_least=1, at_most=LEVELS, may_change=True)
+    eval_tasks: int = flag(24, stages="eval", at_least=1, may_change=True, tiny=1)  # per level
+    # rollouts per task
+    eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)
 
     @property
     def text_window(self):
@@ -229,86 +317,10 @@ class Config:
         return int(self.context * (self.yarn if self.stage == "long" else 1))
 
 
-ORDER = ["pretrain", "long", "sft", "rl"]
-SCALES = {
-    "tiny": dict(
-        vocab=512,
-        dim=64,
-        layers=2,
-        heads=2,
-        experts=4,
-        expert_ffn=64,
-        dense_ffn=128,
-        kv_lora=32,
-        demos=64,
-        tasks_per_step=2,
-        group_size=2,
-        eval_tasks=1,
-        eval_samples=1,
-        batch_tokens=2048,
-        micro_tokens=2048,
-    ),
-    "laptop": dict(),
-    "gpu": dict(
-        vocab=8192,
-        dim=640,
-        layers=10,
-        heads=10,
-        experts=8,
-        expert_ffn=512,
-        dense_ffn=2048,
-        kv_lora=256,
-        rope_theta=10000.0,
-        context=1024,
-        batch_tokens=65536,
-        micro_tokens=32768,
-        window=4096,
-        tasks_per_step=32,
-        group_size=16,
-        lr=0.005,
-        adam_lr=1e-3,
-        demos=20000,
-    ),
-}
-STAGES = {
-    "pretrain": dict(steps=120),
-    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, seq_len_warmup=0.0),
-    "sft": dict(steps=1000, micro_tokens=2048),
-    "rl": dict(
-        steps=40,
-        micro_tokens=2048,
-        optimizer="adamw",
-        adam_lr=5e-4,
-        weight_decay=0.0,
-        grad_clip=0.5,
-        decay=0.3,
-    ),
-    "eval": dict(),
-}
-# The defaults for a published model (ours). Its weights are good, so all of them move at AdamW's
-# fine-tuning rate (Muon's update has RMS 0.2 * lr, which is adam_lr here). There is no warm-up of
-# the sequence length, whose purpose is to teach copying.
-FINE = dict(lr=5e-5, adam_lr=1e-5, seq_len_warmup=0.0)
-FINE_TUNING = {
-    "pretrain": FINE,
-    "long": FINE,
-    "sft": FINE | dict(steps=200),
-    "rl": FINE | dict(lr=5e-6, adam_lr=1e-6),
-    "eval": FINE,
-}
-# Defaults of a stage at one scale. gpu: pretrain reads the standard library about eight times
-STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
-    ("gpu", "pretrain"): dict(steps=300),
-    ("gpu", "long"): dict(steps=40),
-    ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
-    ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
-}
-
 # the fields that are the model's shape
 SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
-# Every field of Config is a flag. FLAGS merges the fields' defaults, the tables above and what the
-# user has typed.
-FLAGS = configuration.Flags(Config, SIZES, SCALES, STAGES, STAGE_SCALES, FINE_TUNING, about=__doc__)
+# The command line: the fields' defaults, and what the user has typed.
+FLAGS = configuration.Flags(Config, SIZES, about=__doc__)
 
 # The change of the recipe that an experiment has made in this process, as module:function; "" for
 # the plain recipe. Every checkpoint keeps it, so that a run goes on with the change that it was
@@ -538,10 +550,10 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 
 SLOPPY = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
 # Fraction of the expert's wrong tool calls that are replaced by a hint and the right call.
-HINTS = 0.5
+HINT_RATE = 0.5
 # Fraction of its right turns that also get a hint above them, so that a hint by itself does not
 # mean that something was wrong.
-NEUTRAL_HINTS = 0.05
+NEUTRAL_HINT_RATE = 0.05
 
 
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
@@ -559,8 +571,8 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
         SLOPPY,
         compact,
         reminders,
-        HINTS,
-        NEUTRAL_HINTS,
+        HINT_RATE,
+        NEUTRAL_HINT_RATE,
         **more,
     )
     # Only what fits the window, and has a turn to learn from.
@@ -662,17 +674,17 @@ class Demonstrations(Source):
                 if (2 * j + g) % run.data_ranks == run.meshes.data_rank:
                     mine.append((episode, 1.0))
 
-        # In a batch: mask is 1 where the expert wrote a token, inside where there is one at all.
+        # In a batch: mask is 1 where the expert wrote the target, has_target where there is one.
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
             hidden, targets = run.hidden(batch), batch["targets"]  # (B, T, D), (B, T)
-            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)  # (B, T)
+            logp = run.model.logprobs(hidden, targets, where=batch["has_target"] > 0)  # (B, T)
 
             # What the expert wrote weighs 1; names and constants in it weigh COPY_LOSS while the
             # window is short. What it read weighs CONTEXT_LOSS.
             mask = batch["mask"]  # (B, T)
             copied = (self.names | self.constants)[targets] & short_window  # (B, T)
             weight = torch.where(copied, COPY_LOSS, 1.0) * mask
-            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
+            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["has_target"]
             loss = -(logp * weight).sum() * batch["real"] / total
 
             # The log has the unweighted loss of what the expert wrote.
@@ -726,12 +738,6 @@ class Reinforcement(Source):
 
     # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # k and q of the price of effort, see length_penalty.concave_cost; q = 0: linear
-    penalty_k, penalty_q = 1.0, 0.5
-    # The weights of the teacher, which reads the hints. ema: a moving average of the policy's, in
-    # which each step's weights have the share teacher_rate; current or frozen: see Teacher
-    teacher_kind, teacher_rate = "ema", 0.1
-    divergence = "reverse"  # of policy and teacher: forward (KL), reverse (KL) or jsd
     # The hardest level that the curriculum opens. Level 6, beyond the evaluation's, made a laptop's
     # RL a third longer.
     max_level = 5
@@ -749,50 +755,42 @@ class Reinforcement(Source):
         # The teacher that reads the hints, the policy that RL began with, and the price of effort.
         self.teacher = self.reference = None
         if config.feedback:
-            self.teacher = feedback_distill.Teacher(run.model, self.teacher_kind, self.teacher_rate)
+            self.teacher = feedback_distill.Teacher(run.model, feedback_distill.TEACHER)
         if config.kl_coef:
             self.reference = feedback_distill.Teacher(run.model, "frozen")
-        self.effort_weights = length_penalty.Weights()
-        self.effort_budget = length_penalty.effort_budget(
-            config.window, config.max_turns, self.effort_weights
-        )
+        budget = length_penalty.effort_budget(config.window, config.max_turns)
+        self.price = length_penalty.Price(config.length_penalty, budget=budget)
 
     def start_samplers(self):
         """Sets self.workers, which play the rollouts, and self.publisher, which gives them the
         weights of each step."""
-        # What both forms need.
+        # A model of its own: the policy's weights may be sharded over ranks.
         run, config = self.run, self.run.config
-        device = str(next(run.model.parameters()).device)
-        self.folder = owned_directory("weights", tempfile.gettempdir())
-        settings = dict(
-            tokenizer=run.tokenizer,
-            group=config.group_size,
-            limits=agent_limits(config),
-            compact=run.compact,
-            temperature=config.temperature,
-        )
-        # The plain form samples in this process. It takes a second model, since the policy's own
-        # weights may be sharded over ranks.
-        if config.plain:
-            policy = run.model.config.build_model().to(device).compute_in(run.dtype)
-            self.workers = self.publisher = in_turn.InTurn(policy, **settings)
-            return
-
-        # The fast form: each version of the weights goes through a folder to the workers.
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
-        settings |= dict(
-            folder=self.folder.name,
+        options = dict(
             config=run.model.config,
             dtype=run.dtype,
-            device=device,
+            device=str(next(run.model.parameters()).device),
+            tokenizer=run.tokenizer,
+            temperature=config.temperature,
+            plain=config.plain,
             draft=config.draft,
             rows=min(128, tasks_per_rank * config.group_size),
         )
-        shared = config.workers > 0
-        self.publisher = fast_workers.Publisher(
-            self.folder.name, run.model.config, run.dtype, shared=shared
-        )
-        self.workers = fast_workers.Workers(config.workers, settings)
+        played = dict(group=config.group_size, limits=agent_limits(config), compact=run.compact)
+
+        # Without workers this process samples, with the weights that it hands over itself.
+        if not config.workers:
+            sampler = fast_sampler.make_sampler(window=config.window, **options)
+            self.workers = self.publisher = in_turn.InTurn(rollout.rollouts, sampler, **played)
+            return
+
+        # With workers each version of the weights goes through a folder.
+        self.folder = owned_directory("weights", tempfile.gettempdir())
+        folder = self.folder.name
+        self.publisher = fast_workers.Publisher(folder, run.model.config, run.dtype)
+        settings = dict(folder=folder, **played, **options)
+        self.workers = fast_workers.Workers(config.workers, settings, PATCH)
 
     # ---- the tasks
 
@@ -800,9 +798,9 @@ class Reinforcement(Source):
         """Sets self.tasks: {level: tasks of the file --tasks}, empty where tasks are generated."""
         config = self.run.config
         tasks = read_tasks(config.tasks) if config.tasks else []
-        tasks = checks.tasks_with_room(
-            tasks, self.run.tokenizer, agent_limits(config), self.run.say
-        )
+        limits = agent_limits(config)
+        has_room = [rollout.leaves_room(self.run.tokenizer, task, limits) for task in tasks]
+        tasks = checks.tasks_with_room(tasks, has_room, config.window, self.run.say)
         self.tasks_digest = output_files.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {}
@@ -851,7 +849,7 @@ class Reinforcement(Source):
         groups = self.collect_rollouts(step, log)
         for group in groups:
             for chain in group:
-                self.compute_reward(chain)
+                rollout.grade(chain, self.price)
         turns = sum(chain.stats["turns"] for group in groups for chain in group)
         if step == 0 and not self.run.sum(turns):
             usage_error(
@@ -862,12 +860,13 @@ class Reinforcement(Source):
 
         # 2) For the reader: statistics, and two of the rollouts in full.
         self.log_staleness(groups, step, log)
-        rows = self.run.gather(rollout_statistics.rollout_rows(groups, self.run.rank))
-        log.update(rollout_statistics.describe_rows(rows))
+        rows = self.run.gather(eval.rollout_rows(groups, self.run.rank))
+        log.update(rollout_statistics.describe_rows(rows, eval.HABITS))
         if self.run.rank == 0:
             path = self.run.out / "transcripts.jsonl"
+            detect = feedback_distill.detect
             rollout_statistics.write_best_and_worst(
-                path, step + 1, groups, self.run.tokenizer, self.run.say
+                path, step + 1, groups, self.run.tokenizer, detect, self.run.say
             )
 
         # 3) What is learned from them.
@@ -907,33 +906,6 @@ class Reinforcement(Source):
         failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
-    def compute_reward(self, chain):
-        """The reward: 1 or 0 by the hidden tests of what was submitted, minus the price of effort.
-        A chain that a limit cut short has submitted nothing."""
-        config = self.run.config
-        # Was it solved, and what effort did it take?
-        chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(
-            length_penalty.compute_effort(chain.stats, self.effort_weights)
-        )
-
-        # --length_penalty=0 turns the price off.
-        reward = length_penalty.shaped_reward(
-            float(chain.solved),
-            chain.stats["effort"],
-            config.length_penalty,
-            self.penalty_k,
-            self.penalty_q,
-            self.pays_whole_budget(chain),
-            self.effort_budget,
-        )
-        chain.reward = float(reward)
-
-    def pays_whole_budget(self, chain):
-        """Does this chain pay for the whole budget, whatever it used? One that a limit cut short
-        does, so that being cut off is never cheaper than finishing."""
-        return not chain.finished
-
     def update_curriculum(self, groups):
         """The curriculum learns how many rollouts of each group solved their task. It learns those
         of all ranks, in the same order, so it stays the same on every rank."""
@@ -954,16 +926,12 @@ class Reinforcement(Source):
     # ---- what is learned from them
 
     def group_losses(self, groups, log):
-        """Yields micro-batch losses: the policy gradient over all episodes and, on flagged turns,
-        the divergence from the teacher that has read a hint. The divergence is summed over the
-        flagged tokens and divided by their number, or by the number of rollouts if that is larger.
-        So a few last flagged turns do not outweigh the reward."""
+        """Yields micro-batch losses: the policy gradient over all episodes and, on the tokens that
+        a hint speaks about, the divergence from the teacher that has read it."""
         run, config = self.run, self.run.config
         # The step's advantages and hints, and the numbers of all ranks by which it divides.
-        items, hints = self.weigh_episodes(groups)
-        flagged = 0
-        for spliced in hints.values():
-            flagged += sum(end - first for _, _, (first, end), _ in spliced)
+        items = self.weigh_episodes(groups)
+        flagged = sum(hint.num_targets for episode, _ in items for hint in episode.hints)
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
 
@@ -971,11 +939,13 @@ class Reinforcement(Source):
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
         spare = items[0] if items else (self.spare_episode, 0.0)
         for batch in run.micro_batches(items, spare):
-            # 1) The teacher's distributions in the flagged turns, and the log-probabilities of the
-            #    policy that RL began with.
+            # 1) The teacher's distributions of the flagged tokens, and the log-probabilities of the
+            #    policy that RL began with. A spare batch has no hints.
             if config.feedback:
-                teacher_batch, teacher_logits = self.run_teacher(batch, hints)
-                accumulate(sums, "teacher_tokens", teacher_batch.real_tokens)
+                hinted = batch["episodes"] if batch["real"] else []
+                targets = feedback_distill.pack_hinted(hinted).to(run.device)
+                teacher_logits = self.teacher(targets)  # (N, V)
+                accumulate(sums, "teacher_tokens", targets.real_tokens)
             reference = self.reference_logprobs(batch) if config.kl_coef else None
 
             # 2) The policy gradient.
@@ -987,13 +957,15 @@ class Reinforcement(Source):
             mismatch = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
             accumulate(sums, "mismatch", batch["real"] * mismatch.double())
 
-            # 3) The targeted feedback.
+            # 3) The targeted feedback, from the same forward.
             if config.feedback:
-                number = max(self.num_rollouts, flagged)
-                distance = self.distillation_loss(
-                    hidden, teacher_batch, teacher_logits, number, sums
-                )
+                student = feedback_distill.student_logits(run.model, hidden, targets)  # (N, V)
+                count = max(self.num_rollouts, flagged)
+                distance = feedback_distill.feedback_loss(student, teacher_logits, count)
                 loss = loss + config.feedback * distance
+                gap = feedback_distill.logprob_gap(student, teacher_logits, targets.token)
+                accumulate(sums, "feedback_kl", distance.detach().double())
+                accumulate(sums, "hint_logprob_gap", gap.double())
             accumulate(log, "tokens", batch["real_tokens"])
             yield loss
 
@@ -1008,23 +980,20 @@ class Reinforcement(Source):
         log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
 
     def weigh_episodes(self, groups):
-        """-> ([(episode, advantage of its rollout)], {id(episode): what splice_hint makes of each
-        hint in it})"""
-        config = self.run.config
-        items, hints = [], {}
+        """-> [(episode, advantage of its rollout)]. Each episode holds its hints afterwards."""
+        items = []
         for group in groups:
             for chain, advantage in zip(group, self.group_advantages(group)):
-                # The bad habits that the rules find, at most one per turn.
-                found = []
-                if config.feedback:
-                    found = feedback_distill.detect(chain, habits(config))
-
                 # All episodes of a rollout have its advantage; a hint belongs to one of them.
-                for number, episode in enumerate(chain.episodes):
-                    items.append((episode, advantage))
-                    here = [hint for hint in found if hint.episode == number]
-                    hints[id(episode)] = [self.splice_hint(chain, hint) for hint in here]
-        return items, hints
+                items += [(episode, advantage) for episode in chain.episodes]
+                hints = self.find_hints(chain)
+                feedback_distill.attach_hints(self.run.tokenizer, chain, hints)
+        return items
+
+    def find_hints(self, chain):
+        """What the teacher reads above the turns with a bad habit: at most one hint per turn"""
+        config = self.run.config
+        return feedback_distill.detect(chain, habits(config)) if config.feedback else []
 
     def group_advantages(self, group):
         """(G,) The advantage of each rollout of a group: its reward less the group's mean"""
@@ -1033,54 +1002,6 @@ class Reinforcement(Source):
     def policy_objective(self, logp, batch, normaliser, reference):
         """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
         return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl_coef)
-
-    def hint_text(self, chain, hint):
-        """What the teacher reads above the flagged turn"""
-        return hint.text
-
-    def splice_hint(self, chain, hint):
-        """-> what feedback_distill.pack_hinted needs: (index of the flagged turn, the hint's ids,
-        (first, end) of the turn's tokens that it speaks about, the token to leave out or -1)"""
-        tokenizer = self.run.tokenizer
-        turn = chain.episodes[hint.episode].turns[hint.turn]
-        return (
-            hint.turn,
-            feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
-            feedback_distill.find_hinted_tokens(tokenizer, turn, hint),
-            feedback_distill.muted(tokenizer, hint.kind),
-        )
-
-    def run_teacher(self, batch, hints):
-        """-> the hinted contexts of a micro-batch's flagged turns, packed; the teacher's logits
-        (N, V) for each of their N flagged tokens"""
-        # A spare batch has no hints.
-        hinted = []
-        if batch["real"]:
-            for i, episode in enumerate(batch["episodes"]):
-                hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
-        teacher_batch = teacher_batch.to(self.run.device)
-        teacher_logits = self.teacher(teacher_batch)
-        return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
-
-    def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
-        """The divergence of the policy, which reads no hint, from the teacher, which has read one:
-        summed over the flagged tokens of a micro-batch and divided by `number`."""
-        model = self.run.model
-        # The forward of the policy gradient is reused, at the places of the flagged tokens.
-        flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
-        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)  # (N, V)
-        distance = feedback_distill.feedback_loss(
-            student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
-        )
-        accumulate(sums, "feedback_kl", distance.detach().double())
-
-        # For the log: how likely the flagged tokens are without and with the hint.
-        tokens = teacher_batch.token[:, None]  # (N, 1)
-        without = student_logits.detach().log_softmax(-1).gather(1, tokens).sum()
-        hinted = teacher_logits.detach().log_softmax(-1).gather(1, tokens).sum()
-        accumulate(sums, "hint_logprob_gap", (without - hinted).double())
-        return distance
 
     def reference_logprobs(self, batch):
         """(B, T) Log-probabilities of the policy that RL began with"""
@@ -1130,15 +1051,11 @@ class Reinforcement(Source):
 MIN_QK_ROPE = 32
 
 
-def model_config(config, vocab, made=None):
-    """The shape of a model that starts from random weights. made: the shape of the model that a
-    checkpoint holds"""
+def model_config(config, vocab):
+    """The shape of a model that starts from random weights"""
     sizes = {name: getattr(config, name) for name in SIZES}
     head = config.dim // config.heads
     sizes.update(qk_nope=head, qk_rope=max(head // 2, MIN_QK_ROPE), v_dim=head)
-    if made:
-        # In an earlier version these sizes were flags, so a checkpoint may hold other values.
-        sizes.update({name: made[name] for name in ("qk_nope", "qk_rope", "v_dim")})
     sizes["precision"] = "" if config.precision == "dtype" else config.precision
     sizes["mtp"] = int(config.mtp)
 
@@ -1153,6 +1070,8 @@ STAGE = {"pretrain": Text, "long": Text, "sft": Demonstrations, "rl": Reinforcem
 class Run:
     """What the stages share: the place of this process among the ranks, the tokenizer, the model,
     and the hook that asks the agent for summaries."""
+
+    said_edits = False  # see say_edits
 
     def __init__(self, config):
         # The device, the ranks, and how they share data and weights.
@@ -1186,6 +1105,13 @@ class Run:
         if self.rank == 0:
             with contextlib.suppress(OSError):  # whoever read along is gone
                 tqdm.write(text)
+
+    def say_edits(self):
+        """Once in a process: which twins step aside, because what they stand for was edited"""
+        if not self.config.plain and not Run.said_edits:
+            Run.said_edits = True
+            for line in fast.describe_edits():
+                self.say(line)
 
     # ---- ranks
 
@@ -1291,18 +1217,20 @@ class Run:
         saved: what that checkpoint says of itself, or None"""
         config = self.config
         if config.init_from:
-            self.tokenizer, self.model = published_model.build_published(self, saved)
+            self.tokenizer, self.model = published_model.build_published(
+                self, saved, hsdp.own_parts
+            )
         elif saved:
-            self.build(make_tokenizer(**saved["tokenizer"]), saved["model"])
+            self.build(make_tokenizer(**saved["tokenizer"]))
         else:
             self.build(train_tokenizer(config))
 
-    def build(self, tokenizer, made=None):
+    def build(self, tokenizer):
         """Makes the model. Its weights are drawn on the CPU from the seed, so they are the same on
-        every rank and in every layout. made: see model_config"""
+        every rank and in every layout."""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        model = model_config(self.config, tokenizer.vocab, made).build_model()
+        model = model_config(self.config, tokenizer.vocab).build_model()
         if self.config.stage != "pretrain":
             model.extend_window(self.config.yarn)
         self.model = self.prepare_model(model.to(self.device))
@@ -1358,7 +1286,7 @@ class Run:
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
-            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
+            newton_schulz=newton_schulz if self.config.plain else fast.choose(newton_schulz),
             round_weights=stochastic_round,
         )
         checks.check_parameters(optimizer, self.model.named_parameters())
@@ -1387,7 +1315,8 @@ def train(config, interrupted, sources=None):
         begun_from = f", begun from {start}" if start else ""
         run.say(f"{stage}: finished already ({out}){begun_from}")
         return True
-    run.say(idle_flags.describe_stage(config, sources))
+    run.say(describe_stage(config, sources))
+    run.say_edits()
 
     # 2) The model: of a checkpoint, of a published folder, or with random weights.
     try:
@@ -1397,16 +1326,16 @@ def train(config, interrupted, sources=None):
     optimizer = run.make_optimizer()
 
     # 3) The weights, and where the batches and the losses come from.
-    label = eval.unfinished_label(origin) if previous else ""
+    label = checkpoints.unfinished_label(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if previous:
-            hsdp.load_sharded_checkpoint(origin, run.model)
+            checkpoints.load_checkpoint(origin, run.model)
         source = STAGE[stage](run)
         if begun:
             source.load_state_dict(begun["source"])
-            hsdp.load_sharded_checkpoint(out, run.model, optimizer, source.tensors())
+            checkpoints.load_checkpoint(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
 
@@ -1509,7 +1438,7 @@ def save_checkpoint(run, source, optimizer, step, out):
         "source": source.state_dict(),
         "patch": PATCH,
     }
-    hsdp.save_sharded_checkpoint(out, run.model, optimizer, extra, source.tensors())
+    checkpoints.save_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
 
 BALANCE_RATE = 2e-3  # change of a router's bias per step, to balance the experts' load
@@ -1530,7 +1459,13 @@ def bias_rate(run):
 
 def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
-    evaluation.evaluate_policies(Run(config), given, sources, SIZES, PATCH)
+    run = Run(config)
+    asked = evaluation.find_policies(run, given, SIZES, PATCH)
+    run.say(describe_stage(config, sources))
+    run.say_edits()
+    if not evaluation.is_done(run, asked):
+        policies = eval.evaluate(run, asked.config, asked.paths, asked.made, asked.published)
+        evaluation.write_evaluation(run, asked, eval.summarize_policies(policies))
 
 
 def main(argv):
@@ -1538,8 +1473,9 @@ def main(argv):
     given = FLAGS.parse(argv)
     if "export" in given:
         config = FLAGS.configure(given, FLAGS.stages_of(given)[0])
-        return published_model.export_run(config, given)
+        return published_model.export_run(config, given, eval.load_policy)
     configs = FLAGS.configure_stages(given)
+    checks.check_surroundings(configs, given, feedback_distill.STYLE, hsdp.check_cards)
     first = next(iter(configs.values()))
     with launch.run_lock(first.out), failures.explain_failures(first, argv):
         run_stages(argv, configs, given)
@@ -1550,7 +1486,7 @@ def run_stages(argv, configs, given):
     # Start the other processes, and check how the ranks share the work.
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
-    checks.check_layout(configs)
+    checks.check_layout(configs, hsdp.Layout)
     idle_flags.say_idle_flags(configs, given)
 
     # A signal ends training after the current step, with a checkpoint; it ends evaluation at once.

@@ -24,11 +24,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import measure_seconds, print_speeds, read_quick
-from command.gpu_memory import LAPTOP_SCALE
+from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.sampler import Sampler
-from fast.workers import generation_model
-from moe import Cache, fast_dtype
+from fast.sampler import sampling_model
+from command.hardware import fast_dtype
+from moe import Cache
 from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
@@ -98,7 +99,7 @@ def build_models(tokenizer, quick):
     # The full forward uses the model that trains, decoding uses the copy with fused weights.
     dtype = fast_dtype("cpu")
     model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
-    sampler_model = generation_model(model.config, dtype)
+    sampler_model = sampling_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model
 

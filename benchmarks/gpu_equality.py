@@ -16,7 +16,8 @@ import torch
 import moe
 import train
 from benchmarks.gpu_bench import relative_error
-from fast import accelerate, workers
+from fast import accelerate
+from fast.sampler import sampling_model
 from published.grouped_query import config_of
 
 # Limits of the relative error. FP32 is about thirty times what an H100 showed. BF16 is wide because
@@ -89,13 +90,13 @@ def decoding_error(device, dtype):
     against one forward of all 200"""
     # The model that trains, and its copy in the form that only generates.
     model = build_small_model(device, dtype).eval()
-    sampler_model = workers.generation_model(model.config, dtype, device)
+    sampler_model = sampling_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
     tokens = draw_tokens(4, 200).to(device)  # (4, 200)
 
-    # Prefill stores the prompt in the cache: one list of tokens per row, all from position 0.
+    # Store the prompt in the cache.
     cache = moe.Cache(sampler_model, 4, 260)
-    sampler_model.prefill([row[:150].tolist() for row in tokens], cache, [0, 1, 2, 3], [0] * 4)
+    sampler_model.decode(tokens[:, :150], cache, slice(0, 4), [0] * 4)
 
     # The other 50 tokens are given, not sampled, so that both ways read the same text.
     logits = []  # 50 of (4, 1, V)

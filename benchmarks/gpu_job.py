@@ -18,7 +18,7 @@ import moe
 import train
 from benchmarks.gpu import last_lines, read_rows
 from benchmarks.harness import ROOT
-from command import gpu_memory
+from fast import gpu_memory
 
 # The flags of each stage. Fewer steps, demonstrations, tasks per step and evaluation tasks cut the
 # stages short. The model, its windows, its batches and the parts of a stage stay those of the
@@ -159,7 +159,6 @@ def describe_rollouts(bench, lines, phases):
             "RL steps",
             rollouts=rollouts,
             sampled_tokens_per_s=line["sampled"] * rollouts / line["rollout_s"],
-            upload_MB=line.get("sync_bytes", 0) / 1e6,
             **{name: line[name] for name in LOGGED},
         )
 

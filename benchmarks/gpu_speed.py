@@ -22,7 +22,8 @@ from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
 from benchmarks.muon import build_steps, gemm_floor, layer_shapes
 from benchmarks.train_step import Sizes, measure_layers, train_once
-from fast import accelerate, low_precision, workers
+from fast import accelerate, low_precision
+from fast.sampler import sampling_model
 
 # Where a decoding step is measured, and how many places a sequence has in the cache: the window of
 # the sampler and two more, as the sampler makes its cache.
@@ -152,7 +153,7 @@ def measure_speed(bench):
 
     # Decoding with the model that the sampler uses: bf16 weights, fused, without optimizer state.
     trained = build_scale_model(bench)
-    model = workers.generation_model(trained.config, torch.bfloat16, bench.device)
+    model = sampling_model(trained.config, torch.bfloat16, bench.device)
     model.load_state_dict(trained.state_dict())
     table = f"decoding one token at position {POSITION[bench.device]}"
     for rows in (1, 32, 128, 256):

@@ -26,7 +26,9 @@ import torch
 import hsdp
 import muon
 import train
-from fast import sampler, workers
+from command import checkpoints
+from command import in_turn
+from fast import sampler
 
 PERIOD = 0.01  # seconds between two looks at the main thread
 
@@ -34,8 +36,8 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # table holds the functions themselves, not their names: when one is renamed, this file fails at
 # once instead of measuring nothing.
 PHASES = {
-    "saving": [hsdp.save_sharded_checkpoint],
-    "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
+    "saving": [checkpoints.save_checkpoint],
+    "publishing": [in_turn.InTurn.publish, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
     "tools": [sampler.Sampler.handle_turns, Future.result],

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks.harness import make_parser, print_table
-from command.gpu_memory import (
+from fast.gpu_memory import (
     GPU_SCALE,
     LAPTOP_SCALE,
     Step,

@@ -27,10 +27,11 @@ import torch.nn.functional as F
 
 from benchmarks.decode import decoding_step
 from benchmarks.harness import measure_seconds, print_speeds, read_quick
-from command.gpu_memory import LAPTOP_SCALE
+from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
-from moe import FFN, Cache, Model, ModelConfig, MoE, fast_dtype
+from command.hardware import fast_dtype
+from moe import FFN, Cache, Model, ModelConfig, MoE
 from published.loading import load_model
 
 
@@ -242,7 +243,7 @@ def bench_training(theirs, ours, device, sizes):
 def bench_generation(theirs, ours, device, sizes):
     """Greedy decoding behind prompts of several lengths, against the generate() of transformers"""
     rows, new = 16, sizes.new_tokens
-    theirs, ours = theirs["grouped_mm"].eval(), ours.fuse_weights().eval()
+    theirs, ours = theirs["grouped_mm"].eval(), ours.requires_grad_(False).eval()
     # Without an end token, both decode all of the new tokens.
     greedy = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     generate = partial(theirs.generate, **greedy)

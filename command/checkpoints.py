@@ -1,66 +1,458 @@
-"""command/checkpoints.py: which checkpoint does a stage go on from, and does it fit?
+"""command/checkpoints.py: checkpoints, written, read, and chosen.
 
-A stage goes on with its own checkpoint where there is one, else with that of the stage before, in
-the folder --start_from or --out. Either must have been made with the same model, and its own one by
-the same command and from the same data: otherwise the run that results would be neither of the two.
-What differs is named in one line, with the flag that brings it back.
+A checkpoint is a folder: what torch.distributed.checkpoint (DCP) writes (.metadata and a file per
+rank), extra.pt (configuration, tokenizer, step) and manifest.json, which has the size and the
+checksum of each of them. Three parts:
 
-It stands apart from train.py because the recipe never needs it: where everything fits, nothing here
-does anything. Checkpoints themselves (saving, loading, checksums) are hsdp.py's.
+    write     over any layout of the weights; whole after a kill at any moment, since a folder gets
+              its name only when it is complete
+    read      into any other layout. A folder that was damaged, or that a stranger made, is refused
+              in one line before anything of it is loaded: by sizes and checksums; by names, since
+              nothing outside the folder is part of it; and by .metadata, a pickle, out of which
+              come only the classes that describe tensors
+    choose    a stage goes on with its own checkpoint where there is one, else it starts from that
+              of the stage before, in the folder --start_from or --out. Either must have been made
+              with the same model, and its own one by the same command and from the same data.
+              What differs is named in one line, with the flag that brings it back
+
+It knows torch and what it is handed: a model, an optimizer, a configuration.
+
+Left out: signatures. Who can write the folder can also write its checksums.
 """
 
-from dataclasses import asdict
-from pathlib import Path
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zlib
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 
-import hsdp
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
+
 from command import source_files
-from command.flags import usage_error, write_value
-from command.old_flags import changed_flags
+from command.flags import fill_in, rules_of, usage_error, write_value
 from command.output_files import digest_file
-from command.published_model import published_config
+
+
+class SaveFailed(OSError):
+    """A checkpoint or a log could not be written. The message is one line; what was saved before is
+    whole."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line."""
+
+
+# ---------------------------------------------------------------- write
+
+
+def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
+    """Write a checkpoint to a folder that all ranks see. It holds the weights, the optimizer state
+    (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
+    (plain data, equal on all ranks: configuration, tokenizer, step).
+
+    The folder gets its name, and replaces the checkpoint before it, only when every file is
+    complete. A full disk: SaveFailed on every rank, and the checkpoint before stays. Call it when
+    router loads are zero, right after update_router_bias(): they are counts of one rank, and only
+    one rank's are kept."""
+    target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    # An empty folder, beside the checkpoint that is there.
+    with fail_on_all_ranks(directory, part):
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+
+    # Every rank writes its shards.
+    with fail_on_all_ranks(directory, part):
+        # No copies ahead: with them, the writer asks CUDA for a stream even where all tensors are
+        # on the CPU.
+        writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+        tensors = checkpoint_tensors(model, optimizer) | (more or {})
+        run_dcp(dcp.save, tensors, storage_writer=writer)
+
+    # Every rank computes the checksums of the files that it has written itself, so that they take
+    # no longer with more ranks.
+    with fail_on_all_ranks(directory, part):
+        mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
+    manifest = {}
+    for files in gather_from_ranks(mine):
+        manifest.update(files)
+
+    # The first rank adds the rest, and gives the folder its name.
+    with fail_on_all_ranks(directory, part):
+        if rank == 0:
+            # To memory first: torch's own writer says nothing of a full disk that a reader would
+            # understand.
+            data = io.BytesIO()
+            torch.save(extra or {}, data)
+            write_synced(part / "extra.pt", data.getbuffer())
+            for path in part.iterdir():
+                if path.name not in manifest:
+                    manifest[path.name] = describe_file(path)
+            write_synced(part / "manifest.json", json.dumps(manifest).encode())
+            # Two renames. Between them the only complete checkpoint is called .old, where
+            # `find_folder` looks for it too.
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            part.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def fail_on_all_ranks(directory, part):
+    """Around one step of a save: where it fails on any rank, the unfinished folder `part` is
+    deleted and SaveFailed is raised on every rank."""
+    problem = ""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        problem = explain_write_error(error)
+
+    # A rank that failed gets here too, so all learn of the failure and none waits in vain.
+    problems = [p for p in gather_from_ranks(problem) if p]
+    if problems:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise SaveFailed(
+            f"{directory}: this checkpoint could not be saved: {problems[0]}; "
+            "what was saved before is whole"
+        )
+
+
+def explain_write_error(error):
+    """What went wrong while something was written, in one line. error: an OSError, or torch's
+    CheckpointException, which holds the failures by rank"""
+    # The failure of one rank stands for all.
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip() or type(error).__name__
+
+    # torch's zip writer turns whatever the disk said into a RuntimeError about positions.
+    signs = "No space left", "PytorchStreamWriter", "inline_container"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+        sign in text for sign in signs
+    ):
+        return "the disk is full"
+
+    # The system's own words for the error, or the first line of what was raised.
+    return getattr(error, "strerror", None) or text.splitlines()[0][:200]
+
+
+def describe_file(path):
+    """-> {"bytes": size, "crc32": checksum in hexadecimal}"""
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": size, "crc32": f"{checksum:08x}"}
+
+
+def write_synced(path, data):
+    """Write bytes and wait until they are on the disk. The file's folder is renamed afterwards:
+    without the wait, a power cut could keep the new name and leave the file empty."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def checkpoint_tensors(model, optimizer):
+    """{name: tensor} of what this rank holds, DTensors where cut: weights, buffers, optimizer state
+    by parameter name. The optimizer must have made its state already, as muon.py does before the
+    first step: loading fills tensors in place, each in its layout."""
+    # A forward without backward leaves gathered copies of some weights; the shards are wanted.
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    tensors = {f"model.{name}": t.detach() for name, t in model.state_dict().items()}
+    if optimizer is not None:
+        for name, p in model.named_parameters():
+            for key, t in optimizer.state[p].items():
+                tensors[f"optimizer.{name}/{key}"] = t
+    return tensors
+
+
+def run_dcp(verb, tensors, **where):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        verb(tensors, no_dist=not dist.is_initialized(), **where)
+
+
+def gather_from_ranks(item):
+    """The items of all ranks, on every rank. Also a barrier: the ranks wait for each other."""
+    if not dist.is_initialized():
+        return [item]
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+# ---------------------------------------------------------------- read
+
+
+def find_folder(directory):
+    """A save that ended between its two renames left the checkpoint before it as .old."""
+    return Path(directory) if Path(directory).exists() else Path(f"{directory}.old")
+
+
+def checkpoint_exists(directory):
+    return find_folder(directory).exists()
+
+
+def load_checkpoint(directory, model, optimizer=None, more=None):
+    """Read a checkpoint into model, optimizer and `more`, in place -> extra. The layout that saved
+    it may differ from this one. A folder that is missing, damaged or of another model: ValueError
+    on every rank, before anything is loaded."""
+    # Is every byte as it was written?
+    folder, manifest = read_manifest(directory)
+    check_all_sums(directory, folder, manifest)
+    reader = CheckpointReader(folder, manifest)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = checkpoint_tensors(model, optimizer) | (more or {})
+
+    # Every tensor of the folder must have its place here, and the other way round. Without an
+    # optimizer only the model's are asked for.
+    asked = {name for name in stored if optimizer is not None or name.startswith("model.")}
+    for name in sorted(asked | tensors.keys()):
+        there = tuple(stored[name].size) if name in stored else "missing"
+        here = tuple(tensors[name].shape) if name in tensors else "missing"
+        if there != here:
+            raise ValueError(
+                f"{directory}: {name} is {there} there and {here} here: "
+                "not one of this model and optimizer"
+            )
+
+    # Each rank reads the parts of its own shards, whatever ranks have written them.
+    extra = load_extra(directory)
+    try:
+        run_dcp(dcp.load, tensors, storage_reader=reader)
+    # Whoever can write the folder can write its checksums, too.
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise DamagedCheckpoint(
+            f"{directory}: the weights cannot be read ({type(cause).__name__}): "
+            f"the checkpoint is damaged"
+        ) from None
+    return extra
+
+
+def load_extra(directory):
+    """What a checkpoint says of itself: configuration, model, tokenizer, step, source. The model
+    can be built by it before it is loaded."""
+    folder, manifest = read_manifest(directory)
+    check_sum(directory, folder, "extra.pt", manifest)
+    try:
+        return torch.load(folder / "extra.pt", weights_only=True)
+    # whatever unpickling damaged bytes may raise
+    except Exception as error:
+        raise DamagedCheckpoint(
+            f"{directory}: extra.pt cannot be read ({type(error).__name__}): "
+            "the checkpoint is damaged"
+        ) from None
+
+
+def read_manifest(directory):
+    """-> the folder, and its manifest {file: {"bytes": size, "crc32": checksum}}. Names and sizes
+    are checked here, checksums by check_sum. DamagedCheckpoint where something is wrong."""
+    # The manifest is written last: a folder without a readable one was never complete.
+    folder = find_folder(directory)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        kinds = {(type(entry["bytes"]), type(entry["crc32"])) for entry in manifest.values()}
+        assert kinds == {(int, str)}
+    # whatever a file that is none, or one of other values, may raise
+    except Exception:
+        raise DamagedCheckpoint(
+            f"{directory}: not a complete checkpoint (no readable manifest.json)"
+        ) from None
+
+    # Nothing outside the folder is part of a checkpoint, whatever a manifest says. A file of
+    # another size was cut off or replaced.
+    for name, entry in manifest.items():
+        if not name or name != Path(name).name or "\\" in name or "\0" in name or name == "..":
+            raise DamagedCheckpoint(
+                f"{directory}: manifest.json names {name!r}, which is no file of this "
+                "folder: not to be trusted"
+            )
+        size, path = entry["bytes"], folder / name
+        there = path.stat().st_size if path.is_file() else 0
+        if there != size:
+            raise DamagedCheckpoint(
+                f"{directory}: {name} has {there} of {size} bytes: the checkpoint is damaged"
+            )
+
+    # Without these two nothing can be loaded.
+    for name in (".metadata", "extra.pt"):
+        if name not in manifest:
+            raise DamagedCheckpoint(
+                f"{directory}: manifest.json does not name {name}: not a complete checkpoint"
+            )
+    return folder, manifest
+
+
+def check_sum(directory, folder, name, manifest):
+    """DamagedCheckpoint if the file `name` has another checksum than the manifest says. directory:
+    the path that the message names"""
+    if describe_file(folder / name) != manifest[name]:
+        raise DamagedCheckpoint(
+            f"{directory}: {name} holds other bytes than were written (checksum): the "
+            "checkpoint is damaged"
+        )
+
+
+def check_all_sums(directory, folder, manifest):
+    """Raise DamagedCheckpoint on every rank unless every byte of a checkpoint is as it was written.
+    Each rank reads its share of the files."""
+    # No rank raises before all know: one that left alone would keep the others waiting.
+    problem, rank, world = "", 0, 1
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        for name in sorted(manifest)[rank::world]:
+            check_sum(directory, folder, name, manifest)
+    except DamagedCheckpoint as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{directory}: cannot be read: {error.strerror or error}"
+    problems = [p for p in gather_from_ranks(problem) if p]
+    if problems:
+        raise DamagedCheckpoint(problems[0])
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """torch's reader, made safe. The original trusts .metadata, which is a pickle: one that a
+    stranger made can run any program. Here nothing but the classes that describe tensors can come
+    out of it, and no file is read that the manifest does not name."""
+
+    def __init__(self, folder, manifest):
+        super().__init__(folder)
+        self.folder, self.manifest = folder, manifest
+
+    def read_metadata(self, *args, **kwargs):
+        """-> torch's Metadata, checked. DamagedCheckpoint where it cannot be read or trusted"""
+        try:
+            with open(self.folder / ".metadata", "rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            self.check(metadata)
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpoint(
+                f"{self.folder}: .metadata cannot be read ({error}): damaged, or not to be trusted"
+            ) from None
+        # Damaged bytes may raise anything while they are unpickled.
+        except Exception as error:
+            raise DamagedCheckpoint(
+                f"{self.folder}: .metadata cannot be read ({type(error).__name__}): "
+                f"the checkpoint is damaged"
+            ) from None
+
+        # As torch's own reader does: the id is that of this load.
+        metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def check(self, metadata):
+        """UnpicklingError unless the metadata describes tensors alone, by name, and in files that
+        the manifest names"""
+        # {name: what is known of the tensor}, {piece of a tensor: where its bytes stand}
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        for name, tensor in tensors.items():
+            if type(name) is not str or type(tensor) is not dcp.metadata.TensorStorageMetadata:
+                raise pickle.UnpicklingError("it describes something that is no tensor")
+
+        # transform_descriptors would have an extension decode the file. Our files need none.
+        for place in places.values():
+            if place.relative_path not in self.manifest or getattr(
+                place, "transform_descriptors", None
+            ):
+                raise pickle.UnpicklingError("it names a file that is not in manifest.json")
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that makes only the classes which torch.distributed.checkpoint (2.11 to 2.13)
+    writes into .metadata for tensors. It refuses all other names."""
+
+    ALLOWED = {
+        ("torch.distributed.checkpoint.metadata", name): getattr(dcp.metadata, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+    ALLOWED["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = dcp.filesystem._StorageInfo
+    ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    ALLOWED["torch", "Size"] = torch.Size
+    # The path under which the checkpoint was saved, on any system and with any Python. PurePath is
+    # a path that cannot touch the disk.
+    ALLOWED |= {
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    }
+
+    def find_class(self, module, name):
+        """Called by pickle for each name in the file -> the class, or UnpicklingError"""
+        if (module, name) in self.ALLOWED:
+            return self.ALLOWED[module, name]
+        # A dtype is pickled under its name, such as torch.float32.
+        if (
+            module == "torch"
+            and "." not in name
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+# ---------------------------------------------------------------- choose
 
 # {stage: the one whose checkpoint it starts from}
 PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
 
 
-# Flags that may change when a stage goes on: they say where and how it is computed, not what.
-NOT_COMPARED = {
-    "processes",
-    "out",
-    "export",
-    "start_from",
-    "stage",
-    "resume",
-    "device",
-    "compile",
-    "plain",
-    "save_every",
-    "cp",
-    "ep",
-    "dp_replicate",
-    "micro_tokens",
-    "recompute",
-    "eval_levels",
-    "eval_tasks",
-    "eval_samples",
-    "workers",
-    "staleness",
-}
+def last_stage(folder):
+    """The checkpoint of a run's last stage, or the folder itself where it is no run"""
+    for stage in ("rl", "sft", "long", "pretrain"):
+        if checkpoint_exists(Path(folder, stage)):
+            return Path(folder, stage)
+    return Path(folder)
 
 
-# Flags that older checkpoints do not have: {flag: the value that describes what was done then}
-BEFORE_THE_FLAG = {"precision": "dtype", "mtp": False}
+def unfinished_label(folder):
+    """The label that a result made from this checkpoint needs: "" at the end of its stage, before
+    that "unfinished: step 3 of 60"."""
+    extra = load_extra(folder)
+    step, steps = extra.get("step"), extra["config"].get("steps")
+    if step is None or steps is None or step >= steps:
+        return ""
+    return f"unfinished: step {step} of {steps}"
 
 
-def compared_values(config):
-    """{field: value} of all that must be the same when a stage goes on"""
-    return {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
+def made_by(folder):
+    """The label of a checkpoint's recipe: "" for the plain one; for an arm of an experiment, the
+    patch that it was trained with. Evaluation does not apply the patch."""
+    patch = load_extra(folder).get("patch", "")
+    return f"made by {patch}" if patch else ""
 
 
 def open_checkpoint(path):
-    """What a checkpoint says of itself: configuration, model, tokenizer, step, source"""
+    """What a checkpoint says of itself. One that cannot be read ends the command."""
     try:
-        return hsdp.load_extra(path)
+        return load_extra(path)
     except ValueError as error:
         usage_error(str(error))
 
@@ -72,37 +464,62 @@ def checkpoint_paths(stage, out, start_from):
     return Path(out, stage), Path(start_from or out, before) if before else None
 
 
-def find_checkpoint(stage, out, start_from):
-    """The path of the checkpoint that a stage continues: its own or, where there is none, that of
-    the stage before. None where neither is there"""
+def open_start(stage, out, start_from):
+    """What the checkpoint says of itself that a stage continues: its own or, where there is none,
+    that of the stage before. None where neither is there"""
     for path in checkpoint_paths(stage, out, start_from):
-        if path and hsdp.checkpoint_exists(path):
-            return path
+        if path and checkpoint_exists(path):
+            return open_checkpoint(path)
     return None
 
 
-def find_init_from(stage, out, start_from):
-    """The --init_from of the checkpoint that this stage continues, or an empty text. A run that
-    began from a published model goes on with it, also where the flag is not typed again."""
-    path = find_checkpoint(stage, out, start_from)
-    return open_checkpoint(path)["config"].get("init_from", "") if path else ""
+def find_start(config, out, origin, sizes, patch):
+    """-> (begun, previous), each checked, or None where it is not there. begun: what the stage's
+    own checkpoint in `out` says; the stage goes on with it. previous: what the checkpoint of the
+    stage before in `origin` says; it is read only where `begun` is None, and the stage starts from
+    it. sizes: names of the fields that are the model's shape; patch: see check_patch"""
+    # A finished stage is checked too: its result belongs to the values it was made with.
+    if checkpoint_exists(out):
+        begun = open_checkpoint(out)
+        check_same_values(config, out, origin, begun, digest_file(config.tasks))
+        check_patch(out, begun, patch)
+        if config.data and config.stage in ("pretrain", "long"):
+            train, held = source_files.python_sources(config.data)
+            check_same_data(config, begun["source"], source_files.digest_texts(train, held))
+        return begun, None
+
+    # A published model brings its own shape; no flag sets it.
+    previous = open_checkpoint(origin) if origin and checkpoint_exists(origin) else None
+    check_origin(config, origin, previous)
+    if previous and not config.init_from:
+        check_same_model(config, origin, previous, sizes)
+    return None, previous
 
 
-def check_same_model(config, origin, saved, sizes):
+def check_origin(config, origin, previous):
+    """The stage before must be there, where there is one, and must have begun from the same
+    published model."""
+    if previous and previous["config"]["init_from"] != config.init_from:
+        usage_error(
+            f"{origin} did not begin from --init_from={config.init_from}: take another --out, or "
+            "leave the flag away"
+        )
+    if not previous and origin and (config.start_from or not config.init_from):
+        usage_error(
+            f"--stage={config.stage} starts from {origin}, which is not there: run the "
+            f"{origin.name} stage first, or give --start_from=FOLDER"
+        )
+
+
+def check_same_model(config, origin, previous, sizes):
     """A stage takes over the weights of the stage before, so its model must have the same shape. In
-    another model the same weights would compute another function. saved: what the checkpoint in
-    `origin` says; sizes: the fields that are the model's shape"""
+    another model the same weights would compute another function."""
     # The stage `long` sets yarn. All other stages keep the value of the stage before.
-    made, names = saved["config"], sizes | {"vocab"}
+    names = sizes | {"vocab"}
     if config.stage != "long":
         names = names | {"yarn"}
-
-    # What differs. A field that the checkpoint does not know cannot be compared.
-    other = {}
-    for name in sorted(names):
-        before = made.get(name, BEFORE_THE_FLAG.get(name))
-        if before is not None and before != getattr(config, name):
-            other[name] = before
+    made = fill_in(type(config), previous["config"])
+    other = {name: made[name] for name in sorted(names) if made[name] != getattr(config, name)}
     if not other:
         return
 
@@ -116,22 +533,35 @@ def check_same_model(config, origin, saved, sizes):
     )
 
 
-def check_same_gates(config, path, saved):
-    """Refuses a checkpoint whose gates were computed in another way. With one expert per token, an
-    earlier version divided the gate by itself, so that it was always 1; now it is not divided. The
-    same weights with other gates would compute another function."""
-    if saved["model"].get("norm_gates", True) != (config.num_experts_per_tok > 1):
+def check_same_values(config, out, origin, begun, digest):
+    """A stage that was begun goes on with the values it was begun with, and with the same tasks.
+    digest: of the file of tasks, now"""
+    # The first value that differs ends the command, with a way to begin again: in another folder
+    # or, where there is a stage before it, from that one.
+    made = fill_in(type(config), begun["config"])
+    for name, rule in rules_of(type(config)).items():
+        value = getattr(config, name)
+        if rule.may_change or made[name] == value:
+            continue
+        again = ""
+        if origin:
+            start = made["start_from"] or config.out
+            again = f" (--stage={config.stage} --start_from={start} begins from its stage before)"
         usage_error(
-            f"{path} was made with --num_experts_per_tok=1 and a gate that is always 1, "
-            "which teaches its routers nothing: begin anew in another --out"
+            f"{out} was made with {name}={made[name]}, not {value}: take another --out{again}"
+        )
+
+    # The path of the tasks may be the same, and the file another.
+    if begun["source"].get("file", digest) != digest:
+        usage_error(
+            f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
         )
 
 
 def check_same_data(config, state, now):
     """Refuses to go on with other texts than those the stage began with. state: what the stage's
     checkpoint keeps of its data; now: the digest of the texts that are there now"""
-    # A checkpoint of an earlier version has no digest, and is not compared.
-    if state.get("data", now) != now:
+    if state["data"] != now:
         folder = config.data or "this Python's standard library"
         usage_error(
             f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: "
@@ -139,117 +569,10 @@ def check_same_data(config, state, now):
         )
 
 
-def check_same_values(config, out, origin, saved, digest):
-    """A stage that was begun goes on with the values it was begun with, and with the same tasks.
-    saved: what its checkpoint in `out` says; origin: where the stage before stands; digest: of the
-    file of tasks, now"""
-    # The first value that differs ends the command, with a way to begin again.
-    made = saved["config"]
-    for name, value in compared_values(config).items():
-        before = made.get(name, BEFORE_THE_FLAG.get(name))
-        if before == value:
-            continue
-
-        # How it was made, and, where there is a stage before it, how to begin anew from that one.
-        how = f"by a version without --{name}"
-        if before is not None:
-            how = f"with {name}={before}, not {value}"
-        again = ""
-        if origin:
-            begun = made["start_from"] or config.out
-            again = f" (--stage={config.stage} --start_from={begun} begins from its stage before)"
-        usage_error(f"{out} was made {how}: take another --out{again}")
-
-    # The path of the tasks may be the same, and the file another.
-    if saved["source"].get("file", digest) != digest:
-        usage_error(
-            f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
-        )
-
-
 def check_patch(out, saved, patch):
     """A stage goes on with the change of the recipe that it was begun with. saved: what its
     checkpoint in `out` says; patch: the change that is in force now"""
-    # Some flags of earlier versions changed the recipe as a patch does now.
-    for name, (made, place) in changed_flags(saved["config"]).items():
-        usage_error(
-            f"{out} was made with {name}={made}, no flag any more: what it did stands in {place}; "
-            "take another --out"
-        )
-
-    made = saved.get("patch", "")
+    made = saved["patch"]
     if made != patch:
         how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
         usage_error(f"{out} was made by {how}: go on with that, or take another --out")
-
-
-def find_start(config, out, origin, sizes, patch):
-    """-> (begun, previous), each checked, or None where it is not there. begun: what the stage's
-    own checkpoint in `out` says; the stage goes on with it. previous: what the checkpoint of the
-    stage before in `origin` says; it is read only where `begun` is None, and the stage starts from
-    it."""
-    if hsdp.checkpoint_exists(out):
-        begun = open_checkpoint(out)
-        check_begun(config, out, origin, begun, patch)
-        return begun, None
-    previous = None
-    if origin and hsdp.checkpoint_exists(origin):
-        previous = open_checkpoint(origin)
-    check_previous(config, origin, previous, sizes)
-    return None, previous
-
-
-def check_previous(config, origin, previous, sizes):
-    """May a stage start from the stage before? previous: what that one's checkpoint in `origin`
-    says, or None; sizes: the fields that are the model's shape"""
-    check_origin(config, origin, previous)
-    # A published model brings its own shape and gates; no flag sets them.
-    if previous and not config.init_from:
-        check_same_model(config, origin, previous, sizes)
-        check_same_gates(config, origin, previous)
-
-
-def check_begun(config, out, origin, begun, patch):
-    """May a stage go on with its own checkpoint? A finished stage is checked too: its result
-    belongs to the values it was made with. begun: what its checkpoint in `out` says"""
-    if not config.init_from:
-        check_same_gates(config, out, begun)
-    check_same_values(config, out, origin, begun, digest_file(config.tasks))
-    check_patch(out, begun, patch)
-    if config.data and config.stage in ("pretrain", "long"):
-        train, held = source_files.python_sources(config.data)
-        check_same_data(config, begun["source"], source_files.digest_texts(train, held))
-
-
-def check_origin(config, origin, saved):
-    """The stage before must be there, where there is one, and must have begun from the same
-    published model."""
-    if saved and saved["config"].get("init_from", "") != config.init_from:
-        usage_error(
-            f"{origin} did not begin from --init_from={config.init_from}: take another --out, or "
-            "leave the flag away"
-        )
-    if not saved and origin and (config.start_from or not config.init_from):
-        usage_error(
-            f"--stage={config.stage} starts from {origin}, which is not there: run the "
-            f"{origin.name} stage first, or give --start_from=FOLDER"
-        )
-
-
-def check_positions(configs):
-    """A published model has positions for a limited number of tokens. The window of each stage is
-    compared with it before the first stage begins."""
-    for stage, config in configs.items():
-        if not config.init_from or stage == "eval":
-            continue
-
-        # The sizes are those in the checkpoint, or, before there is one, those of the folder.
-        path = find_checkpoint(stage, config.out, config.start_from)
-        saved = open_checkpoint(path) if path else None
-        if saved and saved["config"].get("init_from", "") != config.init_from:
-            # The checkpoint began from another model. The stage itself refuses it, with its name.
-            continue
-        try:
-            published_config(config, saved)
-        except (ValueError, OSError) as error:
-            usage_error(str(error))

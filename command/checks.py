@@ -1,9 +1,9 @@
 """command/checks.py: is what was asked for possible, and does it mean anything?
 
 All of it is looked at before the first file is written or the first weight is drawn: a mistake
-costs one line and a second, not the hours until the stage that meets it. First each flag by itself,
-then flags that contradict each other, then what the machine has to offer (folders that can be
-written, ranks that can cut the model).
+costs one line and a second, not the hours until the stage that meets it. First flags that
+contradict each other, then what the machine has to offer (folders that can be written, ranks that
+can cut the model). The range of a single flag stands with the flag, in train.Config.
 
 It stands apart from train.py because a reader of the recipe need not see it: what a value may be
 says nothing about what is done with it. Whether a flag that is allowed changes anything in a stage
@@ -16,71 +16,12 @@ import sys
 import torch
 import torch.distributed as dist
 
-import feedback_distill
-import hsdp
-import rollout
-import synth_tasks
+from command import drawing, hardware, published_model
 from command.flags import is_first_rank, usage_error
-from command.hardware import dtype_of, this_card, uses_card
+from command.hardware import dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
-from moe import fast_dtype
 from world.task import Refusal
 from world.task_file import read_tasks
-from command import drawing
-
-# {flag: the words that it takes}
-CHOICES = {
-    "optimizer": ("muon", "adamw"),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "float32", "bfloat16"),
-    "weight_dtype": ("float32", "bfloat16"),
-    "precision": ("dtype", "mxfp8", "nvfp4"),
-}
-# names of flags, by the values they take
-AT_LEAST_ONE = (
-    "steps context batch_tokens micro_tokens tasks_per_step group_size cp ep dp_replicate dim "
-    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora yarn window "
-    "max_turns demos eval_tasks eval_samples"
-).split()
-ABOVE_ZERO = ("grad_clip", "rope_theta", "temperature")
-SHARES = ("seq_len_warmup", "trigger", "warmup", "decay")
-
-
-def check_values(config):
-    """Each flag by itself"""
-    # Tables of what a value may be.
-    for name, allowed in CHOICES.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            usage_error(f"--{name} takes one of {', '.join(allowed)}, not {value!r}")
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            usage_error(f"--{name} must be at least 1")
-    for name in ABOVE_ZERO:
-        if getattr(config, name) == 0:
-            # A policy that never varies has nothing to learn from.
-            greedy = " (python eval.py RUN --temperature=0 is for greedy evaluation)"
-            usage_error(f"--{name} must be above 0" + greedy * (name == "temperature"))
-    for name in SHARES:
-        if getattr(config, name) > 1:
-            usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
-
-    # What has a reason of its own.
-    check_model_sizes(config)
-    check_hardware(config)
-    check_levels(config)
-    # The log-probs of an update divide the logits by it, and so its gradient is divided by it.
-    if config.temperature < 1e-3:
-        usage_error(
-            f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN "
-            f"--temperature={config.temperature:g} samples colder)"
-        )
-    if config.seed >= 1 << 32:
-        usage_error(f"--seed={config.seed}: below 2^32")
-    if not set(config.habits.split(",")) <= set(feedback_distill.RULES):
-        usage_error(
-            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.RULES)}"
-        )
 
 
 def check_model_sizes(config):
@@ -99,12 +40,6 @@ def check_model_sizes(config):
                 "scales numbers in blocks of so many"
             )
 
-    # Limits of the rotary embedding.
-    if config.rope_theta < 1.1:
-        usage_error(
-            f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
-            "one by one"
-        )
     if config.dim % (4 * config.heads) and not config.init_from:
         usage_error(
             f"--dim={config.dim}: a multiple of 4 * --heads={config.heads}; half of dim / heads "
@@ -124,18 +59,11 @@ def check_hardware(config):
         )
 
 
-def check_levels(config):
-    """Levels of difficulty that exist"""
-    number = len(synth_tasks.LEVELS)
-    for name in ("levels", "eval_levels"):
-        value = getattr(config, name)
-        if not 0 < value <= number:
-            usage_error(f"--{name}={value}: at least 1, and there are {number} levels")
-
-
 def check_together(config, given, stage, sizes):
     """What goes with what. given: the flags that were typed; sizes: the fields that are the
     model's shape"""
+    check_model_sizes(config)
+    check_hardware(config)
     # A published model has its sizes. Only `context` may be given: it is the length of training
     # sequences, too.
     own_sizes = sizes - {"context"} | {"vocab"}
@@ -211,58 +139,68 @@ def check_optimizer_flags(config, given, stage, optimizers):
     change nothing. They are refused there, unless another stage of the same command has Muon.
     optimizers: those of all the stages of the command that train"""
     # An evaluation trains nothing: command/idle_flags.py names such flags there.
-    if config.optimizer == "adamw" and "muon" not in optimizers and stage != "eval":
-        if "lr" in given:
+    if config.optimizer != "adamw" or "muon" in optimizers or stage == "eval":
+        return
+    for name in ("lr", "weight_decay"):
+        if name in given:
             usage_error(
-                f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, "
-                "there are none: give --adam_lr"
-            )
-        if "weight_decay" in given:
-            usage_error(
-                f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with "
-                "--optimizer=adamw, as here, there are none: "
-                "leave it away, or take --optimizer=muon"
+                f"--{name}={given[name]:g} is of Muon's matrices, and with --optimizer=adamw, as "
+                "here, there are none: give --adam_lr, or take --optimizer=muon"
             )
 
 
-def check_tasks(config):
+def check_surroundings(configs, given, styles, check_cards):
+    """What the stages to come will read and write is tried now, and not when those before are done.
+    styles: names of the styles that code may be checked for; check_cards: hsdp.py's"""
+    # Each process needs a GPU of its own.
+    if uses_card(given):
+        try:
+            check_cards()
+        except ValueError as error:
+            usage_error(str(error))
+
+    first = next(iter(configs.values()))
+    check_tasks(first.tasks, styles)
+    published_model.check_positions(configs)
+    check_outputs(first.out, configs)
+
+    # Where the machine chose the scale, one line says what it chose.
+    chosen = given.get("scale", "auto") == "auto" and not first.init_from
+    if uses_card(given) and chosen and is_first_rank():
+        print(hardware.describe_card(first))
+
+
+def check_tasks(path, styles):
     """A file of tasks must hold some, of styles that are known."""
-    if not config.tasks:
+    if not path:
         return
     try:
-        tasks = read_tasks(config.tasks)
+        tasks = read_tasks(path)
     except Refusal as refusal:
         usage_error(refusal)
     if not tasks:
-        usage_error(f"{config.tasks}: holds no tasks")
+        usage_error(f"{path}: holds no tasks")
 
     # A task may name the styles that its code is checked for: feedback must know them.
     for number, task in enumerate(tasks, 1):
-        if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
-            usage_error(
-                f"{config.tasks}: line {number} names a style that is none of "
-                f"{', '.join(feedback_distill.STYLE)}"
-            )
+        if not set(task.meta.get("style", ())) <= set(styles):
+            usage_error(f"{path}: line {number} names a style that is none of {', '.join(styles)}")
 
 
-def tasks_with_room(tasks, tokenizer, limits, say):
+def tasks_with_room(tasks, has_room, window, say):
     """The given tasks without those whose statement leaves no room for a turn: rollouts of them
-    would count as failed. One line says which they are. limits: the agent's; say: prints a line"""
-    # Does the window hold the task's statement and at least a first turn?
-    fitting, names = [], []
-    for task in tasks:
-        if rollout.leaves_room(tokenizer, task, limits):
-            fitting.append(task)
-        else:
-            names.append(task.instance_id)
+    would count as failed. One line says which they are. has_room: a bool for each task; say: prints
+    a line"""
+    fitting = [task for task, room in zip(tasks, has_room) if room]
+    names = [task.instance_id for task, room in zip(tasks, has_room) if not room]
 
     # Without any task that fits, there is nothing to train on. Else three of the names are shown.
     if names and not fitting:
-        usage_error(f"--window={limits.window}: none of the tasks leaves room for a turn")
+        usage_error(f"--window={window}: none of the tasks leaves room for a turn")
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         say(
-            f"--window={limits.window} leaves no room for a turn in {len(names)} of {len(tasks)} "
+            f"--window={window} leaves no room for a turn in {len(names)} of {len(tasks)} "
             f"tasks, which are left out: {', '.join(name[:60] for name in names[:3])}{more}"
         )
     return fitting
@@ -289,9 +227,9 @@ def check_outputs(out, stages):
         print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
 
 
-def check_layout(configs):
+def check_layout(configs, Layout):
     """Can these ranks cut the sizes of every stage's model, and has each a task in rl? Where each
-    rank holds all, nothing is cut. configs: {stage: its configuration}"""
+    rank holds all, nothing is cut. configs: {stage: its configuration}; Layout: hsdp.py's"""
     # Before torch.distributed is set up, torchrun's variable says how many ranks there are.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
@@ -299,23 +237,14 @@ def check_layout(configs):
     # that must be divisible; the first layer is dense, so layer 1 stands for all. A published
     # model has sizes of its own, and an evaluation cuts nothing.
     for config in configs.values():
+        E, F, D = config.experts, config.expert_ffn, config.dim
         try:
-            layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
+            layout = Layout(world, config.cp, config.ep, config.dp_replicate)
             cut = layout.shard > 1 or config.ep > 1
             if cut and not config.init_from and config.stage != "eval" and config.layers > 1:
+                experts = "layers.1.ffn.experts"
                 layout.check_expert_shapes(
-                    {
-                        "layers.1.ffn.experts.w_gate": (
-                            config.experts,
-                            config.expert_ffn,
-                            config.dim,
-                        ),
-                        "layers.1.ffn.experts.w_down": (
-                            config.experts,
-                            config.dim,
-                            config.expert_ffn,
-                        ),
-                    }
+                    {f"{experts}.w_gate": (E, F, D), f"{experts}.w_down": (E, D, F)}
                 )
         except ValueError as error:
             usage_error(str(error))

@@ -12,13 +12,13 @@ import math
 from pathlib import Path
 
 from command import flags
-from synth_tasks import LEVELS
 
 usage_error = functools.partial(flags.usage_error, program="eval.py")
 
 
-def make_eval_parser(default_levels):
-    """default_levels: of how many levels the tasks are if nothing else is asked for"""
+def make_eval_parser(default_levels, most_levels):
+    """default_levels: of how many levels the tasks are if nothing else is asked for; most_levels:
+    how many there are"""
     parser = argparse.ArgumentParser(
         description="Score runs on held-out tasks.", allow_abbrev=False
     )
@@ -29,7 +29,7 @@ def make_eval_parser(default_levels):
 
     # Which tasks, and how they are played.
     add("--number", type=int, default=24, help="tasks per level")
-    levels = f"levels, from 0 on, of {len(LEVELS)}"
+    levels = f"levels, from 0 on, of {most_levels}"
     add("--levels", type=int, default=default_levels, help=levels)
     add("--passes", type=int, default=2)
     turns = "of an episode (default: those of the run's RL)"
@@ -52,24 +52,16 @@ def make_eval_parser(default_levels):
     return parser
 
 
-def parse_eval_flags(argv, default_levels):
+def parse_eval_flags(argv, default_levels, most_levels):
     """-> the values of all flags, checked"""
-    # What this flag did in an earlier version has a command of its own.
-    for word in argv:
-        flag, _, name = word.partition("=")
-        if flag == "--experiment":
-            usage_error(
-                f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
-            )
-
-    args, others = make_eval_parser(default_levels).parse_known_args(argv)
+    args, others = make_eval_parser(default_levels, most_levels).parse_known_args(argv)
     if others:
         usage_error(f"unknown flag {others[0]!r}")
-    check_eval_flags(args)
+    check_eval_flags(args, most_levels)
     return args
 
 
-def check_eval_flags(args):
+def check_eval_flags(args, most_levels):
     """Refuses a run that is named twice, numbers out of their range, and a command without runs"""
     # Two spellings of one folder are one run: it would be compared with itself.
     folders = [Path(run).resolve() for run in args.runs]
@@ -80,8 +72,8 @@ def check_eval_flags(args):
     # --temperature=0 samples greedily; without the flag it is None.
     if min(args.number, args.passes) < 1 or args.turns < 0:
         usage_error("--number and --passes must be at least 1, --turns at least 0")
-    if not 0 < args.levels <= len(LEVELS):
-        usage_error(f"--levels must be from 1 to {len(LEVELS)}")
+    if not 0 < args.levels <= most_levels:
+        usage_error(f"--levels must be from 1 to {most_levels}")
     for name in ("temperature", "price_in", "price_out"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:

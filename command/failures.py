@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import hsdp
-from command import checkpoint_files
+from command import checkpoints
 from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure, failures_line
 from world.task import Refusal
@@ -40,9 +39,9 @@ def explain_failures(config, argv):
         yield
     except MachineFailure as failure:
         usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
-    except checkpoint_files.SaveFailed as error:
+    except checkpoints.SaveFailed as error:
         usage_error(f"{error}. {how_to_go_on(config, argv)}")
-    except (checkpoint_files.DamagedCheckpoint, Refusal) as error:
+    except (checkpoints.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
     except OSError as error:
         # A full disk, met outside of checkpoints and logs. Other errors are no fault of the disk:
@@ -51,7 +50,7 @@ def explain_failures(config, argv):
             raise
         what = f"{error.filename}: " if error.filename else ""
         usage_error(
-            f"{what}cannot be written: {checkpoint_files.explain_write_error(error)}. "
+            f"{what}cannot be written: {checkpoints.explain_write_error(error)}. "
             f"{how_to_go_on(config, argv)}"
         )
     except torch.OutOfMemoryError as error:
@@ -97,17 +96,14 @@ def say_lost_rollouts(say, causes, total):
 def how_to_go_on(config, argv):
     """After a full disk: the command that goes on from the last checkpoint, or begins again where
     there is none yet"""
-    saved = any(
-        hsdp.checkpoint_exists(Path(config.out, stage))
-        for stage in ("pretrain", "long", "sft", "rl")
-    )
+    saved = checkpoints.last_stage(config.out) != Path(config.out)
     resume = saved and "--resume" not in argv and not config.resume
     return f"Free some space, then: {command_to_type(argv, resume)}"
 
 
 def explain_full_card(config, argv, error):
     """The one line for a GPU whose memory is full, with what makes the run fit"""
-    # Both flags may change when a stage goes on, see NOT_COMPARED in command/checkpoints.py.
+    # Both flags may change when a stage goes on (may_change in train.Config).
     half = max(1, config.micro_tokens // 2)
     told = str(error).splitlines()[0][:160].rstrip()
     smaller = f"--micro_tokens={half}", "--recompute"
@@ -131,7 +127,7 @@ def report_rank_failure():
         signs = "onnection", "imed out", "gloo", "NCCL"
         if not dist.is_initialized() or not any(sign in str(error) for sign in signs):
             raise
-        rank, world = hsdp.rank_and_world()
+        rank, world = dist.get_rank(), dist.get_world_size()
         raise RuntimeError(
             f"rank {rank} of {world}: another rank died or stopped answering; start again from the "
             f"last checkpoint ({str(error).splitlines()[0][:100]})"

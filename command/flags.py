@@ -1,11 +1,15 @@
-"""command/flags.py: the command line of train.py, generated from the fields of its `Config`.
+"""command/flags.py: one place for each flag, a field of train.py's `Config`.
 
-Every field is a flag, `--name=value` or `--name value`; a field of type bool takes 0, 1 or nothing.
-The explanations that --help prints are the comments above or behind the fields, read from the
-source, so that nothing is said twice. The titles of their groups (`# ---- model`) are its titles.
+    # peak learning rate of Muon
+    lr: float = flag(0.006, stages="pretrain long sft rl", gpu=0.005, published=5e-5)
 
-Here too: how the configuration in force is printed (the same titles; a value that is no default
-with the place it comes from), and `usage_error`, the one line with which wrong input ends.
+The field's type and default, what else `flag` says of it (Rule), and the comments above or behind
+it are all that there is to a flag. Everything follows from them: how a word of the command line
+becomes a value, and which values are refused; what the default is in a stage, at a scale, from a
+published model; which flags a stage reads; which may change when a stage goes on; --help and the
+configuration in force as they are printed, under the titles of the groups (`# ---- model`).
+
+Here too `usage_error`, the one line with which wrong input ends.
 
 It stands apart from train.py because nobody who reads the recipe needs to know how a flag becomes
 a number. It knows no field by name: `Config` comes in as an argument, so that a class derived from
@@ -16,11 +20,12 @@ Left out: abbreviated flags and argparse, whose messages take several lines.
 
 import difflib
 import inspect
+import math
 import os
 import re
 import sys
 import textwrap
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from tqdm import tqdm
 
@@ -42,13 +47,74 @@ def usage_error(message, program="train.py"):
     raise SystemExit(2)
 
 
+# ---------------------------------------------------------------- what a field says
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field says of its flag beside type, default and explanation"""
+
+    stages: str = ""  # those that read it; "": all
+    choices: tuple = ()  # the words that it takes; (): any
+    several: bool = False  # it takes several of them, with commas
+    at_least: float = 0
+    at_most: float = math.inf
+    why: str = ""  # the reason of the range, where it needs one
+    may_change: bool = False  # when a stage goes on: it says where and how, not what
+    defaults: dict = field(default_factory=dict)  # other defaults, see default_value
+
+    def is_read_by(self, stage):
+        return not self.stages or stage in self.stages.split()
+
+
+def flag(default, **says):
+    """A field of Config with a Rule. What is no field of Rule is a default of a stage or scale."""
+    names = [name for name in says if name in Rule.__dataclass_fields__]
+    rule = {name: says.pop(name) for name in names}
+    return field(default=default, metadata={"rule": Rule(**rule, defaults=says)})
+
+
+def rules_of(Config):
+    """-> {field: its Rule}"""
+    return {one.name: one.metadata.get("rule", Rule()) for one in fields(Config)}
+
+
+def default_value(Config, name, scale, stage, published):
+    """-> (the default of a field in a stage at a scale, where that comes from). published: does the
+    run begin from a published model? The last of these that the field names wins over those before
+    it."""
+    found = getattr(Config, name), "default"
+    layers = {
+        stage: f"stage {stage}",
+        scale: f"scale {scale}",
+        f"{scale}_{stage}": f"stage {stage} at scale {scale}",
+    }
+    if published:
+        layers |= {"published": "fine-tuning", f"published_{stage}": "fine-tuning"}
+    defaults = rules_of(Config)[name].defaults
+    for key, source in layers.items():
+        if key in defaults:
+            found = defaults[key], source
+    return found
+
+
+def fill_in(Config, made):
+    """The configuration of a run on disk as one of Config: a field that is newer than the run has
+    the default of the run's stage and scale."""
+    complete = {}
+    for name in rules_of(Config):
+        default, _ = default_value(Config, name, made["scale"], made["stage"], made["init_from"])
+        complete[name] = made.get(name, default)
+    return complete
+
+
 # ---------------------------------------------------------------- from words to values
 
 
 def parse_flags(argv, Config):
     """--name=value or --name value for every field of Config -> (dict of what was given, was help
     asked for?)"""
-    types = {field.name: field.type.__name__ for field in fields(Config)}
+    types, rules = {one.name: one.type.__name__ for one in fields(Config)}, rules_of(Config)
     given, wants_help, words = {}, False, list(argv)
     while words:
         word = words.pop(0)
@@ -70,6 +136,7 @@ def parse_flags(argv, Config):
                 usage_error(f"--{name} takes a value: --{name}=...")
             value = "1" if last else words.pop(0)
         given[name] = convert(name, types[name], value)
+        check_value(name, rules[name], given[name])
     return given, wants_help
 
 
@@ -100,12 +167,25 @@ def convert(name, kind, value):
     return number
 
 
+def check_value(name, rule, value):
+    """Refuses a value that is none of the choices, or out of the range"""
+    words = value.split(",") if rule.several else [value]
+    if rule.choices and not set(words) <= set(rule.choices):
+        how = "a list, with commas," if rule.several else "one"
+        usage_error(f"--{name} takes {how} of {', '.join(rule.choices)}, not {value!r}")
+    if not isinstance(value, str) and not rule.at_least <= value <= rule.at_most:
+        allowed = f"at least {rule.at_least}"
+        if rule.at_most < math.inf:
+            allowed = f"from {rule.at_least} to {rule.at_most}"
+        usage_error(f"--{name}={write_value(value)}: {allowed}" + f" ({rule.why})" * bool(rule.why))
+
+
 # ---------------------------------------------------------------- from fields to text
 
 
 def field_groups(Config):
-    """-> [(title, [(name, default as it is written, explanation)])], from the source of Config and
-    of the classes it is derived from"""
+    """-> [(title, [(name, explanation)])], from the source of Config and of the classes it is
+    derived from"""
     # Base classes first, so that fields keep the order in which the dataclass has them.
     groups, comments = [], []
     for cls in reversed(Config.__mro__):
@@ -114,17 +194,16 @@ def field_groups(Config):
         for line in inspect.getsource(cls).splitlines():
             line = line.strip()
             # `name: type = default`, with an explanation behind two spaces and "#".
-            field = re.match(r"(\w+): \w+ = (.*?)(?:  # (.*))?$", line)
+            found = re.match(r"(\w+): \w+ = .*?(?:  # (.*))?$", line)
             if line.startswith("# ---- "):
                 groups.append((line[7:], []))
             elif line.startswith("# "):
                 comments.append(line[2:])
-            elif field:
+            elif found:
                 # A field before any title; then the comments above it and the one behind it.
                 if not groups:
                     groups.append(("flags", []))
-                explanation = " ".join([*comments, field[3] or ""]).strip()
-                groups[-1][1].append((field[1], field[2], explanation))
+                groups[-1][1].append((found[1], " ".join([*comments, found[2] or ""]).strip()))
                 comments = []
     return groups
 
@@ -141,14 +220,15 @@ def describe_flags(Config, values=None, sources=None):
     text = []
     for title, group in field_groups(Config):
         text.append(f"\n{title}")
-        for name, default, explanation in group:
+        for name, explanation in group:
             # A value that is no default takes its place; the explanation then tells the default.
-            if values is not None and name in values and values[name] != getattr(Config, name):
-                explanation += f" [{sources[name]}; default {default}]"
-                default = write_value(values[name])
+            value = default = getattr(Config, name)
+            if values is not None and values.get(name, default) != default:
+                value = values[name]
+                explanation += f" [{sources[name]}; default {write_value(default)}]"
 
             # The explanation beside the flag, or under it where the flag is long.
-            flag = f"  --{name}={default}"
+            flag = f"  --{name}={write_value(value)}"
             lines = textwrap.wrap(
                 explanation, WIDTH, initial_indent=f"{flag:27s} ", subsequent_indent=" " * 28
             )
@@ -156,22 +236,22 @@ def describe_flags(Config, values=None, sources=None):
     return "\n".join(text)
 
 
-def describe_configuration(config, sources, idle=()):
-    """The values in force, in the groups of Config: several to a line, those that are no defaults
-    with the place they come from. idle: names of fields that this stage does not read, left out.
-    So is a text that is empty."""
-    lines = []
+def describe_stage(config, sources):
+    """A text for the start of a stage: the values in force in it, in the groups of Config, several
+    to a line. Those that are no defaults have the place they come from behind them. Left out are
+    values that the stage does not read, and texts that are empty. sources: {field: place} or None
+    """
+    lines, rules = [], rules_of(type(config))
     for title, group in field_groups(type(config)):
         # Each value is one word; a source behind it tells that it is no default.
         words = []
-        for name, _, _ in group:
+        for name, _ in group:
             value = getattr(config, name)
-            if name in idle or value == "":
+            if value == "" or not rules[name].is_read_by(config.stage):
                 continue
-            source = sources.get(name) if value != getattr(type(config), name) else None
             word = f"{name}={write_value(value)}"
-            if source:
-                word += f" ({source})"
+            if value != getattr(type(config), name) and name in (sources or {}):
+                word += f" ({sources[name]})"
             # Its spaces are taken for letters, so that it stays on one line.
             words.append(word.replace(" ", "\0"))
 
@@ -185,4 +265,5 @@ def describe_configuration(config, sources, idle=()):
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-    return "\n".join(lines).replace("\0", " ")
+    first = f"{config.stage}: the configuration in force (in brackets: where it comes from)"
+    return "\n".join([first, *lines]).replace("\0", " ")

@@ -15,8 +15,7 @@ import sys
 
 import torch
 
-from command import gpu_memory
-from moe import fast_dtype
+from fast import gpu_memory
 from world.machine import resource
 
 
@@ -25,6 +24,17 @@ def device_of(config):
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fast_dtype(device):
+    """bf16 products are several times faster than fp32 on GPUs and CPUs that have instructions for
+    them, far slower elsewhere."""
+    if device == "cuda":
+        # compute capability 8.0 (A100) and later
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def dtype_of(config):

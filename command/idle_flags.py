@@ -1,8 +1,8 @@
-"""command/idle_flags.py: which flags a stage reads, and which of those given change nothing in it.
+"""command/idle_flags.py: which of the flags that were given change nothing in a stage?
 
 A flag that is accepted and does nothing is worse than one that is refused: the user believes in an
 effect. So one line at the start of a command names the flags that no stage of it reads, with the
-reason. The same table (READ_BY) tells which values are in force in a stage, when they are printed.
+reason. Which stages read a flag stands with the flag, in train.Config.
 
 It stands apart from train.py because it describes the recipe's flags and does nothing.
 """
@@ -12,45 +12,17 @@ import os
 import torch
 from tqdm import tqdm
 
-from command.flags import describe_configuration, is_first_rank
-
-# {stages: the flags that only these stages read}. A flag in no row is read by all stages.
-STAGES_AND_FLAGS = {
-    "pretrain long": "data compile",
-    "pretrain long sft": "batch_tokens seq_len_warmup",
-    "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay grad_clip warmup decay "
-    "micro_tokens recompute save_every",
-    "sft": "demos",
-    "sft rl": "levels habits",
-    "rl": "tasks_per_step group_size kl_coef router_replay workers staleness feedback "
-    "length_penalty curriculum",
-    "rl eval": "tasks temperature draft",
-    "sft rl eval": "window max_turns summarize trigger",
-    "eval": "eval_levels eval_tasks eval_samples",
-}
-READ_BY = {}  # {flag: its stages}
-for its_stages, its_flags in STAGES_AND_FLAGS.items():
-    for flag in its_flags.split():
-        READ_BY[flag] = its_stages.split()
-
-
-def describe_stage(config, sources):
-    """A text for the start of a stage: the values in force in it and, where a value is no default,
-    the place it comes from. sources: {field: place} or None, see command/configuration.py"""
-    stage = config.stage
-    idle = {name for name, stages in READ_BY.items() if stage not in stages}
-    text = describe_configuration(config, sources or {}, idle)
-    return f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}"
+from command.flags import is_first_rank, rules_of
 
 
 def idle_flags(config, given):
     """What was given by hand and changes nothing in this stage -> {flag: why}"""
     # Flags that the stage does not read.
-    stage = config.stage
+    stage, rules = config.stage, rules_of(type(config))
     idle = {
-        name: f"of {' and '.join(READ_BY[name])}"
+        name: f"of {rules[name].stages.replace(' ', ' and ')}"
         for name in given
-        if stage not in READ_BY.get(name, (stage,))
+        if not rules[name].is_read_by(stage)
     }
 
     # Flags that it reads, but that another flag or the machine makes idle. An empty text: not so.

@@ -7,7 +7,6 @@ It stands apart from rollout.py because it only hands over weights and tasks. Le
 that makes rollouts stale. The policy that sampled is the policy that learns.
 """
 
-from rollout import Sampler, rollouts
 from world.sandbox import Sandbox
 
 
@@ -18,10 +17,11 @@ class InTurn:
 
     restarts = 0  # of workers that died: there are none here
 
-    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
-        """model: of its own, since publish() writes into it; group: rollouts per task; compact: see
-        rollout.agent"""
-        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
+    def __init__(self, play, sampler, group, limits, compact=None):
+        """play: rollout.rollouts; sampler: with a model of its own, since publish() writes into it;
+        group: rollouts per task; compact: see rollout.agent"""
+        self.play = play
+        self.sampler = sampler
         self.group = group
         self.limits = limits
         self.compact = compact
@@ -41,7 +41,7 @@ class InTurn:
     def collect(self, submitted):
         """Samples what submit() returned. -> a group of chains per task"""
         tasks, numbers, seed = submitted
-        return rollouts(
+        return self.play(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 

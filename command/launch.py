@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from command.checkpoint_files import SaveFailed
+from command.checkpoints import SaveFailed
 from command.flags import is_first_rank, usage_error
 from world.machine import fcntl
 

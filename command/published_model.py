@@ -1,10 +1,10 @@
 """command/published_model.py: the published model that a run begins from (--init_from), and the way
 back (--export).
 
-    build_published(run, saved)  that model, or one of its shape that a checkpoint will fill
-    published_config(config)     its sizes, if it has positions for the windows of the stage
-    load_published(config)       the model itself, for an evaluation of what was published
-    export_run(config, given)    a stage of a run as the folder of a published model
+    build_published(run, saved, ...)  that model, or one of its shape that a checkpoint will fill
+    published_config(config)          its sizes, if it has positions for the windows of the stage
+    load_published(config)            the model itself, for an evaluation of what was published
+    export_run(config, given, ...)    a stage of a run as the folder of a published model
 
 It stands apart from train.py because the recipe is the same whatever model it begins with. The
 formats (safetensors, config.json, tokenizers) are published/'s.
@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-import eval
 import fast
-import hsdp
+from command import checkpoints
 from command.flags import usage_error
 from published.export import export_model
 from published.families import read_config
@@ -49,9 +48,26 @@ def published_config(config, saved=None):
     return model_config
 
 
-def build_published(run, saved):
+def check_positions(configs):
+    """A published model has positions for a limited number of tokens. The window of each stage is
+    compared with it before the first stage begins."""
+    for stage, config in configs.items():
+        if not config.init_from or stage == "eval":
+            continue
+        # The sizes are those in the checkpoint, or, before there is one, those of the folder.
+        saved = checkpoints.open_start(stage, config.out, config.start_from)
+        if saved and saved["config"]["init_from"] != config.init_from:
+            # The checkpoint began from another model. The stage itself refuses it, with its name.
+            continue
+        try:
+            published_config(config, saved)
+        except (ValueError, OSError) as error:
+            usage_error(str(error))
+
+
+def build_published(run, saved, own_parts):
     """-> the tokenizer and the model of --init_from, ready to train. run: train.py's; saved: what
-    the checkpoint says of itself that will fill the model, or None"""
+    the checkpoint says of itself that will fill the model, or None; own_parts: hsdp.py's"""
     # The seed is set before anything may be drawn.
     config = run.config
     published = published_config(config, saved)
@@ -64,7 +80,7 @@ def build_published(run, saved):
             config.init_from,
             getattr(torch, config.weight_dtype),
             run.device,
-            lambda model: hsdp.own_parts(run.prepare_model(model)),
+            lambda model: own_parts(run.prepare_model(model)),
         )
         return tokenizer, model
 
@@ -97,10 +113,11 @@ def load_published(config, device):
         usage_error(str(error))
 
 
-def export_run(config, given):
+def export_run(config, given, load_policy):
     """Writes a stage of the run as the folder of a published model. Its weights have the dtype in
     which the run kept them, or that of --weight_dtype. The other files come from the published
-    model from which the run began; a run from random weights has its own tokenizer."""
+    model from which the run began; a run from random weights has its own tokenizer. load_policy:
+    eval.py's"""
     # Any other flag would be ignored: it is refused.
     for name in sorted(set(given) - {"export", "out", "stage", "weight_dtype"}):
         usage_error(
@@ -112,9 +129,9 @@ def export_run(config, given):
     try:
         stage = Path(config.out, config.stage)
         if config.stage == "all":
-            stage = eval.last_stage(config.out)
-        label = eval.unfinished_label(stage)
-        model, tokenizer, saved = eval.load_policy(stage)
+            stage = checkpoints.last_stage(config.out)
+        label = checkpoints.unfinished_label(stage)
+        model, tokenizer, saved = load_policy(stage)
         dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)

@@ -1,7 +1,6 @@
 """command/rollout_statistics.py: a step's rollouts as numbers for the log of rl.
 
-    rollout_rows(groups, rank)   one row per rollout: what it did, what it got
-    describe_rows(rows)          the rows of all ranks -> {key of the log: mean or share}
+    describe_rows(rows)          rows of all ranks (eval.rollout_rows) -> {key of the log: number}
     write_best_and_worst(...)    two rollouts in full, for the reader
 
 What the keys mean, where the name does not say it:
@@ -22,9 +21,6 @@ per task and has its own table in eval.py.
 
 import numpy as np
 
-import eval
-import feedback_distill
-import summarize
 from command import transcripts
 
 # keys of the log that are plain means over all rollouts
@@ -40,37 +36,6 @@ MEANS = (
     "level",
     "blind",
 )
-# habits of which the share of rollouts that show them is logged
-HABITS = ("communication", "code_style")
-
-
-def rollout_rows(groups, rank):
-    """-> one dict per rollout of this rank. It is small, since it goes to every rank. groups: of
-    this rank, each a list of chains"""
-    # All habits are looked for, also those that --habits leaves out.
-    every_habit = tuple(feedback_distill.REMINDERS)
-    rows = []
-    for number, group in enumerate(groups):
-        for chain in group:
-            # `files` is compared within a group alone, which lives on one rank: a text's hash is
-            # another number in every process.
-            row = dict(chain.stats)
-            row.update(
-                group=(rank, number),
-                level=chain.task.level,
-                solved=chain.solved,
-                reward=chain.reward,
-                cheats=eval.has_cheat(chain),
-                suspicious=eval.is_suspicious(chain),
-                reads="read_file" in chain.task.tools,
-                blind=eval.submitted_untested(chain),
-                probe=summarize.count_named_targets(chain),
-                decode_steps=chain.steps,
-                flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
-                files=hash(frozenset(chain.files.items())),
-            )
-            rows.append(row)
-    return rows
 
 
 def mean(values):
@@ -78,11 +43,12 @@ def mean(values):
     return float(np.mean(list(values)))
 
 
-def describe_rows(rows):
-    """rows: those of all ranks -> {key of the log: number}"""
+def describe_rows(rows, habits):
+    """rows: those of all ranks; habits: of which the share of rollouts that show them is logged ->
+    {key of the log: number}"""
     # Means and shares over all rollouts.
     log = {key: mean(row[key] for row in rows) for key in MEANS}
-    for habit in HABITS:
+    for habit in habits:
         log[habit] = mean(habit in row["flaws"] for row in rows)
     log["bad_tool"] = mean(row["bad_tools"] > 0 for row in rows)
     log["no_turn"] = sum(row["turns"] == 0 for row in rows)
@@ -120,9 +86,10 @@ def describe_groups(rows):
     return {"best": mean(best), "different": mean(different), "equal": mean(equal)}
 
 
-def write_best_and_worst(path, step, groups, tokenizer, say):
+def write_best_and_worst(path, step, groups, tokenizer, detect, say):
     """The best and the worst rollout of the group whose rewards differ most: what this step learns
-    from, for the reader. groups: of this rank; say: prints a line"""
+    from, for the reader. groups: of this rank; detect: finds the flaws of a rollout; say: prints a
+    line"""
     if not groups:
         return
 
@@ -136,7 +103,7 @@ def write_best_and_worst(path, step, groups, tokenizer, say):
     lines = []
     for chain in (best, worst):
         flags = {}
-        for hint in feedback_distill.detect(chain):
+        for hint in detect(chain):
             flags[hint.episode, hint.turn] = [hint.kind]
         lines += transcripts.describe_chain(chain, tokenizer, flags, group=rewards)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from command.checkpoint_files import explain_write_error
+from command.checkpoints import explain_write_error
 from command.policy_report import format_number
 
 

@@ -26,7 +26,7 @@ ALL_HABITS = "--habits=unavailable_tool,communication,code_style"
 def more_neutral_hints():
     """Hints above a tenth of the turns without a fault, instead of a twentieth: with three habits
     more of them have a fault."""
-    train.NEUTRAL_HINTS = 0.1
+    train.NEUTRAL_HINT_RATE = 0.1
 
 
 # `sft` is a supervised stage of the experiment's own, from which all arms begin. A policy this

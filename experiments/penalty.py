@@ -20,7 +20,11 @@ Figure: figures/penalty.png.
 
 import functools
 import sys
+from dataclasses import dataclass
 
+import numpy as np
+
+import length_penalty
 import synth_tasks
 import train
 from experiments import runner
@@ -41,21 +45,24 @@ class TwiceTheReward(train.Reinforcement):
         return 2.0 * super().policy_objective(logp, batch, normaliser, reference)
 
 
-# 3. Which reward? compute_reward asks this method whose effort is priced as the whole budget.
-class FullPrice(train.Reinforcement):
-    def pays_whole_budget(self, chain):
+# 3. Which reward? rollout.grade asks the price, and the price asks this method who pays for the
+#    whole budget.
+class FullPrice(length_penalty.Price):
+    def pays_whole_budget(self, solved, finished):
         """A rollout that did not solve its task: then giving up saves nothing."""
-        return not chain.solved
+        return np.logical_not(solved)
 
 
-# 4. Which price? k and q of the recipe's are attributes of the class, see
-# length_penalty.concave_cost.
+# 4. Which price? k and q of the recipe's are fields of Price with these names.
+@dataclass(frozen=True)
 class NonlinearPrice(FullPrice):
-    penalty_k, penalty_q = 0.05, 6.0
+    k: float = 0.05
+    q: float = 6.0
 
 
+@dataclass(frozen=True)
 class LinearPrice(FullPrice):
-    penalty_q = 0.0
+    q: float = 0.0
 
 
 # 5. Which demonstrations? The expert takes the habit as an argument, which partial() sets.
@@ -71,12 +78,12 @@ def no_penalty():
 
 def nonlinear_price():
     synth_tasks.Curriculum = MostlyEasy
-    train.STAGE["rl"] = NonlinearPrice
+    length_penalty.Price = NonlinearPrice
 
 
 def linear_price():
     synth_tasks.Curriculum = MostlyEasy
-    train.STAGE["rl"] = LinearPrice
+    length_penalty.Price = LinearPrice
 
 
 # 7. The weight of the price is a flag.

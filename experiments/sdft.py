@@ -61,12 +61,12 @@ class ScriptedExpert:
         run, config = self.run, self.run.config
         limits = train.agent_limits(config)
         chain = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
-        # The judge is not asked: it is solved if every line that was deleted is there again.
-        chain.solved = True
+        # The judge is not asked: the tests pass if every line that was deleted is there again.
+        chain.passed = True
         for path, deleted in task.solution.items():
             there = {"", *chain.files[path].split("\n")}
             if not set(deleted.split("\n")) <= there:
-                chain.solved = False
+                chain.passed = False
         return chain
 
     def close(self):

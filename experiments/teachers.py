@@ -19,45 +19,35 @@ much. The current policy as its own teacher may run after itself. Figure: figure
 """
 
 import sys
+from dataclasses import replace
 
+import feedback_distill
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
-# 1. What does the teacher read? train.Reinforcement asks its method hint_text for the words above a
-#    flagged turn. A placebo changes these words, and nothing else.
+# 1. What does the teacher read? train.Reinforcement asks its method find_hints for the hints on a
+#    rollout. A placebo changes their words, and nothing else.
 class EmptyHint(train.Reinforcement):
-    def hint_text(self, chain, hint):
-        return ""
+    def find_hints(self, chain):
+        return [replace(hint, text="") for hint in super().find_hints(chain)]
 
 
 class WrongHint(train.Reinforcement):
-    def hint_text(self, chain, hint):
+    def find_hints(self, chain):
         """That the tools which were called are there, all of them"""
-        turn = chain.episodes[hint.episode].turns[hint.turn]
-        tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
-        return f"Reminder: Available tools: {', '.join(tools)}."
+        hints = []
+        for hint in super().find_hints(chain):
+            turn = chain.episodes[hint.episode].turns[hint.turn]
+            tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
+            text = f"Reminder: Available tools: {', '.join(tools)}."
+            hints.append(replace(hint, text=text))
+        return hints
 
 
-# 2. Who teaches, and by which divergence? Attributes of the class say it.
-class CurrentTeacher(train.Reinforcement):
-    teacher_kind = "current"
-
-
-class FrozenTeacher(train.Reinforcement):
-    teacher_kind = "frozen"
-
-
-class ForwardKL(train.Reinforcement):
-    divergence = "forward"
-
-
-class JensenShannon(train.Reinforcement):
-    divergence = "jsd"
-
-
-# 3. The patches.
+# 2. The patches. Who teaches, and by which divergence, are constants of the recipe: each is changed
+#    where it stands.
 def empty_hint():
     train.STAGE["rl"] = EmptyHint
 
@@ -67,22 +57,22 @@ def wrong_hint():
 
 
 def current_teacher():
-    train.STAGE["rl"] = CurrentTeacher
+    feedback_distill.TEACHER = "current"
 
 
 def frozen_teacher():
-    train.STAGE["rl"] = FrozenTeacher
+    feedback_distill.TEACHER = "frozen"
 
 
 def forward_kl():
-    train.STAGE["rl"] = ForwardKL
+    feedback_distill.DIVERGENCE = "forward"
 
 
 def jensen_shannon():
-    train.STAGE["rl"] = JensenShannon
+    feedback_distill.DIVERGENCE = "jsd"
 
 
-# 4. The arms.
+# 3. The arms.
 SHORT = ("--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="Whose hints, and which divergence?",

@@ -1,25 +1,21 @@
 """fast/cpu_kernels.py: the parts of a training step that moe.py writes plainly, sooner.
 
-Each class or function here is the twin of one in moe.py with the same parameters and the same
-result (tests/test_fast_cpu_kernels.py): fast.accelerate(model) puts the twin into its place.
+Each class overrides one method of a class of moe.py, with the same arguments and the same result
+(tests/test_fast_cpu_kernels.py):
 
-    FastRMSNorm            RMSNorm with a backward by hand: on a CPU, where PyTorch makes it of many
-                           steps, each over all of x, it takes a third of the time; on a GPU torch's
-                           own fused norm
-    attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that
-                           they may see, .4 to .8 of the time of torch's kernel
-    FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64
-                           rows an expert on, a loop whose operands stay in the cache
-    FastMoE                MoE: rows are permuted and put back by functions whose backward is a
-                           gather too. Plain indexing would scatter-add the gradient, which on
-                           several threads sums in an order of its own: a resumed run would not end
-                           with the same bits. No wait for a GPU
-    EmbedTokens            embed_tokens without a copy of the table in fp32
-    TargetLogprobs         logprobs without the (N, V) scores, the largest tensor of a small model
+    FastRMSNorm    RMSNorm.forward with a backward by hand: on a CPU, where PyTorch makes it of many
+                   steps, each over all of x, it takes a third of the time; on a GPU torch's own
+                   fused norm
+    FastExperts    Experts.forward: one grouped product per matrix, or in bf16 on a CPU, from 64
+                   rows an expert on, a loop whose operands stay in the cache
+    FastMoE        MoE.forward: rows are permuted and put back by functions whose backward is a
+                   gather too. Plain indexing would scatter-add the gradient, which on several
+                   threads sums in an order of its own: a resumed run would not end with the same
+                   bits. No wait for a GPU
+    FastModel      Model.logprobs without the (N, V) scores, the largest tensor of a small model
 
-Together, in bf16 on a CPU core, they give a training step of the laptop's model 1.3 times the
-tokens/s of the plain form (8 x 256 tokens, `python -m benchmarks.train_step`, a busy machine); in
-fp32 they gain nothing there, and a forward alone is no quicker in either.
+attend_in_blocks is what fast/decode.py's FastAttention takes for moe.dot_product_attention: on a
+CPU 128 queries at a time with the keys that they may see, .4 to .8 of the time of torch's kernel.
 
 Left out: a kernel of our own. All is made of torch's operators.
 
@@ -30,7 +26,7 @@ width.
 import torch
 import torch.nn.functional as F
 
-from moe import COLDEST, Experts, MoE, RMSNorm, dot_product_attention, divide_by_temperature
+from moe import COLDEST, Experts, Model, MoE, RMSNorm, divide_by_temperature, dot_product_attention
 
 
 def round_up(number, multiple=64):
@@ -86,7 +82,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class FastRMSNorm(RMSNorm):
-    """The twin of moe.RMSNorm. It is quicker by torch's fused norm on a GPU, and by fewer passes
+    """The twin of moe.RMSNorm.forward. It is quicker by torch's fused norm on a GPU, and by fewer passes
     over x on a CPU."""
 
     def forward(self, x):
@@ -105,7 +101,7 @@ class FastRMSNorm(RMSNorm):
 
 
 def attend_in_blocks(q, k, v, mask, scale, coarse=True):
-    """The twin of moe.dot_product_attention: on a CPU it takes products of blocks where they are
+    """As moe.dot_product_attention: on a CPU it takes products of blocks where they are
     quicker than torch's kernel. q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V) -> (B, H, T, V).
 
     mask (B or 1, 1, T, S): None = causal; True = may look; or 0 and -inf in the dtype of q. torch's
@@ -256,7 +252,7 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
 
 
 class FastExperts(Experts):
-    """The twin of moe.Experts, which multiplies by one expert's matrices after the other's. It is
+    """The twin of moe.Experts.forward, which multiplies by one expert's matrices after the other's. It is
     quicker by a grouped GEMM, or by a loop whose operands stay in the cache."""
 
     def forward(self, x, counts):
@@ -320,25 +316,18 @@ class Unpermute(torch.autograd.Function):
 
 
 class FastMoE(MoE):
-    """The twin of moe.MoE. Python never waits for a GPU to tell it a size, and sums over a token's
-    experts have a fixed order (see Permute)."""
-
-    def route(self, x, replay, record):
-        """x (B, T, D) -> tokens (M, D), choice and gates (M, K). replay, record: see MoE.forward"""
-        B, T, D = x.shape
-        tokens = x.reshape(B * T, D)
-        if replay is not None:
-            replay = replay.reshape(B * T, -1)  # (M, K)
-        choice, gates = self.router(tokens, replay, self.plausible)
-        if record is not None:
-            record.append(choice.view(B, T, -1))
-        return tokens, choice, gates
+    """The twin of moe.MoE.forward. Python never waits for a GPU to tell it a size, and sums over a
+    token's experts have a fixed order (see Permute)."""
 
     def forward(self, x, replay=None, record=None, real=None):
-        """As MoE.forward, x (B, T, D) -> (B, T, D), but for real (M*K,): 1.0 for each pair (token,
-        expert) that counts as load, 0.0 for padding. None: all count."""
+        tokens = x.flatten(0, 1)  # (M, D)
+        if replay is not None:
+            replay = replay.flatten(0, 1)  # (M, K)
+        choice, gates = self.router(tokens, replay, self.plausible)  # (M, K) each
+        if record is not None:
+            record.append(choice.view(*x.shape[:2], -1))
+
         # Sort the M*K pairs by expert: each expert's rows become one contiguous block.
-        tokens, choice, gates = self.route(x, replay, record)
         order = choice.flatten().argsort(stable=True)  # (M*K,)
 
         # Rows per expert. bincount would give the same, but on a GPU it makes Python wait until it
@@ -349,8 +338,8 @@ class FastMoE(MoE):
         if self.training:
             # Padding is the same token over and over, and goes to two or three experts. If it were
             # counted, it would move the biases against experts that real tokens need.
-            counted = ones.float() if real is None else real
-            self.router.load.scatter_add_(0, choice.flatten(), counted)
+            counted = ones if real is None else real.view(-1, 1).expand(-1, self.router.k).flatten()
+            self.router.load.scatter_add_(0, choice.flatten(), counted.float())
 
         # The inverse of `order`: (M*K,). With both at hand, either direction is a gather.
         back = torch.empty_like(order)
@@ -363,28 +352,7 @@ class FastMoE(MoE):
         return y if self.shared is None else y + self.shared(x)
 
 
-# ---------------------------------------------------------------- the first step and the last
-
-
-class EmbedTokens(torch.autograd.Function):
-    """The twin of Model.embed_tokens: rows of W (V, D) for tokens (B, T) -> (B, T, D) in fp32. The
-    plain form makes a copy of all of W in fp32; here only the rows that are read become fp32.
-
-    The gradient of a token's row is the sum over all its places. It is summed in fp32, whatever the
-    dtype of W, and rounded once: in bf16 the sum of a frequent token would soon stop growing."""
-
-    @staticmethod
-    def forward(ctx, tokens, W):
-        ctx.save_for_backward(tokens)
-        ctx.rows, ctx.dtype = len(W), W.dtype
-        return F.embedding(tokens, W).float()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (tokens,) = ctx.saved_tensors
-        # -1: no token is padding; False: no division by a token's count
-        dW = torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.rows, -1, False)
-        return None, dW.to(ctx.dtype)
+# ---------------------------------------------------------------- the last step
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -438,3 +406,23 @@ class TargetLogprobs(torch.autograd.Function):
             dh[r] = p @ lower
             dW += p.T @ h[r]
         return dh, dW.to(W.dtype), None, None
+
+
+class FastModel(Model):
+    """The twin of moe.Model.logprobs, without scores of (B, T, vocab)"""
+
+    def logprobs(self, hidden, targets, temperature=1.0, where=None):
+        # Selecting by a mask makes Python wait for a GPU to count the rows, so it is left out where
+        # all are wanted.
+        h = hidden.flatten(0, 1) if where is None else hidden[where]  # (N, D)
+        t = targets.flatten() if where is None else targets[where]  # (N,)
+
+        # Few different numbers of rows, see round_up. Rows of zeros fill up and are cut off again.
+        fill = round_up(len(t)) - len(t)
+        h = F.pad(self.norm(h), (0, 0, 0, fill))
+        found = TargetLogprobs.apply(h, self.head.weight, F.pad(t, (0, fill)), temperature)
+        found = found[: len(t)]  # (N,)
+
+        if where is None:
+            return found.view(targets.shape)
+        return torch.zeros(targets.shape, device=found.device).masked_scatter(where, found)

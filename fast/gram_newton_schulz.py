@@ -14,7 +14,8 @@ form is for fp32 (and fp16 on a GPU) only, and starts again from X now and then.
 iteration runs, with two things that save time: intermediate matrices use the same memory again
 (fresh memory costs a CPU 15 % of the products), and a X is added inside the product.
 
-Muon(newton_schulz=gram_newton_schulz) takes it, or orthogonalize(..., iterate=gram_newton_schulz).
+train.py takes it while the plain form reads as it did (fast/twins.py); by hand,
+Muon(newton_schulz=gram_newton_schulz) or orthogonalize(..., iterate=gram_newton_schulz) take it.
 The two agree up to rounding (tests/test_fast_gram_newton_schulz.py). Left out: fused kernels, and
 products that use that A is symmetric (a third of the work on a GPU).
 

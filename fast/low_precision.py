@@ -6,8 +6,8 @@
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, and cursor.com/blog/composer-2-5): experts in
 MXFP8 in training, NVFP4 in the forward with an FP32 scale per token instead of per tensor, so that
-no token's value depends on the others in its batch. The plain form is moe.Experts, which does not
-round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts
+no token's value depends on the others in its batch. The plain form is moe.Experts.forward, which does
+not round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts
 LowPrecisionExperts into its place.
 
 Where the tensor cores multiply such numbers (compute capability 10, a B200, and later) they do;
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from fast.cpu_kernels import FastExperts, grouped_swiglu
+from fast.cpu_kernels import grouped_swiglu
 
 # ---------------------------------------------------------------- the formats
 
@@ -213,10 +213,13 @@ def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
     return multiply_rounded(Quantize.apply(hidden, precision), w_down)
 
 
-class LowPrecisionExperts(FastExperts):
-    """moe.Experts with products of numbers that are rounded to the format `precision`"""
+class LowPrecisionExperts(moe.Experts):
+    """The twin of moe.Experts.forward where the operands of its products are rounded to the format
+    `precision`"""
 
     def forward(self, x, counts):
+        if not self.precision:
+            return super().forward(x, counts)
         return low_precision_swiglu(x, counts, *self.local_weights(), self.precision)
 
 

@@ -13,11 +13,15 @@ tools take a tenth of a second now and then). Three ideas make it fast:
 - continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
   run in threads while other rows decode (`python -m benchmarks.decode` measures the factor against
   static batching);
-- shared prefixes: the rollouts of a group start from the same prompt, which is fed once;
+- shared prefixes: the rollouts of a group start from the same prompt, which is fed once. Chunks of
+  like length are fed together;
 - speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
   is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
   batch (n-grams, as in suffix decoding, arXiv 2411.04975). A draft decides how many tokens a step
   yields, never which: every place draws with the random number that is its own, drafted or not.
+
+The model is whatever it is: a Cache with rows, Model.decode with rows and start, and Model.logits
+are all that is asked of it, so an edit of the model acts here as in training.
 
 Left out: paged attention and preemption. Each row owns a stretch of the cache as long as the
 window.
@@ -31,9 +35,11 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from fast.cpu_kernels import to_device
-from moe import Cache
-from rollout import Request, sample_from_logits
+import fast
+import moe
+import rollout
+from fast.cpu_kernels import round_up, to_device
+from rollout import Request
 
 # A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4
 # or 2.
@@ -154,7 +160,7 @@ class Sampler:
         self.patient = patient
         self.ngram_table = {}
         if self.cache is None:
-            self.cache = Cache(self.model, self.rows, self.window + 2)
+            self.cache = moe.Cache(self.model, self.rows, self.window + 2)
 
         # Agents that have not begun. They are taken from the end, the first agent first.
         queue = list(enumerate(zip(agents, seeds)))
@@ -208,7 +214,7 @@ class Sampler:
                 self.retire(rows[i], done, on_end)
                 last = rows.pop()
                 if i < len(rows):
-                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
+                    self.cache.copy_rows([i], [len(rows)], last.cached)
                     rows[i] = last
 
         # New agents fill the room. One whose task does not fit the window ends at once.
@@ -277,41 +283,65 @@ class Sampler:
             key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
             groups.setdefault(key, []).append(row)
 
-        # One row of each group is fed, at most 32 at once so that attention's scores stay small.
-        first_rows = [group[0] for group in groups.values()]
-        for i in range(0, len(first_rows), 32):
-            batch = first_rows[i : i + 32]
-            chunks = [row.context[row.cached : -1] for row in batch]
-            self.fed += sum(map(len, chunks))
-            places = [place[id(row)] for row in batch]
-            record = []
-            self.model.prefill(chunks, self.cache, places, [row.cached for row in batch], record)
-            self.record_experts(batch, record, [len(chunk) for chunk in chunks])
+        # One row of each group is fed, the longest chunks first, at most 32 at once so that
+        # attention's scores stay small. A forward more costs about as much as so many tokens of
+        # padding: then a shorter chunk begins a new batch.
+        most_padding = 64 if self.device.type == "cpu" else 4096
+        firsts = [group[0] for group in groups.values()]
+        firsts.sort(key=lambda row: row.cached - len(row.context))
+        batches, longest, padding = [], 0, 0
+        for row in firsts:
+            unfed = len(row.context) - 1 - row.cached
+            padding += longest - unfed
+            if not batches or len(batches[-1]) == 32 or padding > most_padding:
+                batches.append([])
+                longest, padding = unfed, 0
+            batches[-1].append(row)
+        fed = [self.feed(batch, [place[id(row)] for row in batch]) for batch in batches]
+
+        # What was recorded of all of them, in one copy from the GPU.
+        if fed:
+            _, records, lengths, widths = zip(*fed)
+            record = [torch.cat(layer, 1) for layer in zip(*records)]
+            self.record_experts(sum(batches, []), record, sum(lengths, []), sum(widths, []))
 
         # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
+            if others:
+                targets = [place[id(row)] for row in others]
+                self.cache.copy_rows(targets, [place[id(first)]] * len(others), first.cached)
             for row in others:
-                self.cache.data[:, place[id(row)]] = self.cache.data[:, place[id(first)]]
                 row.cached = first.cached
                 row.experts[-1][:] = first.experts[-1]
 
-    def record_experts(self, batch, record, lengths, width=None):
+    def feed(self, batch, places):
+        """Feeds each row of a batch all tokens that are not cached, but for its last one. places: of
+        these rows in the cache. -> what record_experts takes"""
+        chunks = [row.context[row.cached : -1] for row in batch]
+        lengths, start = [len(chunk) for chunk in chunks], [row.cached for row in batch]
+        width = round_up(max(lengths), 4)
+        tokens = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
+        record = []
+        self.model.decode(to_device(tokens, self.device), self.cache, places, start, record)
+        self.fed += sum(lengths)
+        return batch, record, lengths, [width] * len(batch)
+
+    def record_experts(self, batch, record, lengths, widths):
         """Note which experts every fed token took, and that these tokens are cached now.
 
         record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
-        lengths: how many tokens of each row are kept. width: how many were fed of each row; None:
-        just those that are kept."""
+        lengths: how many tokens of each row are kept. widths: how many were fed of each row."""
         # All layers in one copy from the GPU. A model without MoE layers has no record.
         if record:
             chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
 
         # What a wrong draft left behind the kept tokens is overwritten by the next step.
         first = 0
-        for row, n in zip(batch, lengths):
+        for row, n, width in zip(batch, lengths, widths):
             if record:
                 row.experts[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
-            first += width or n
+            first += width
 
     def propose_ngram_draft(self, row):
         """A draft of a row's next tokens. It finds the longest known n-gram that the context ends
@@ -359,8 +389,8 @@ class Sampler:
 
         # Their entries change places too, as far as any row has entries.
         if idle_places:
-            used = self.cache.data[:, :, : max(row.cached for row in rows)]
-            used[:, idle_places + late_places] = used[:, late_places + idle_places]
+            used = max(row.cached for row in rows)
+            self.cache.copy_rows(idle_places + late_places, late_places + idle_places, used)
         return active
 
     def padded_batch_size(self, active, rows):
@@ -409,7 +439,7 @@ class Sampler:
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
             first += 1 + len(draft)
-        self.record_experts(rows[:active], record, lengths, width)
+        self.record_experts(rows[:active], record, lengths, [width] * active)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
         """-> tokens (batch size, width), padded by zeros at the end, and a list that says from
@@ -443,8 +473,38 @@ class Sampler:
         # One product with the head for all places: N of them, logits (N, V).
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
-        drawn = sample_from_logits(logits, to_device(uniforms, self.device), self.temperature)
+        drawn = rollout.sample_from_logits(
+            logits, to_device(uniforms, self.device), self.temperature
+        )
 
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         return [int(token) for token in tokens], logprobs
+
+
+# ---------------------------------------------------------------- a sampler with weights of its own
+
+
+def sampling_model(config, dtype, device="cpu"):
+    """A model that only samples, of a configuration: its matrices are stored in the compute dtype.
+    Norms, routers and the embedding remain in fp32."""
+    model = fast.accelerate(config.build_model()).to(device).compute_in(dtype)
+    for name, p in model.named_parameters():
+        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
+            p.data = p.data.to(dtype)
+    return model.requires_grad_(False).eval()
+
+
+def make_sampler(config, dtype, device, tokenizer, window, temperature=1.0, plain=False, **options):
+    """A sampler with a model of its own, for weights to be loaded into: config is the model's.
+    plain: rollout.Sampler with a plain model, else their twins. options: arguments of Sampler
+    alone"""
+    if plain:
+        model = config.build_model().to(device).compute_in(dtype)
+        return rollout.Sampler(model, tokenizer, window, temperature)
+
+    # rollout.Sampler itself has a twin, unless it was edited.
+    model, kind = sampling_model(config, dtype, device), fast.choose(rollout.Sampler)
+    if kind is rollout.Sampler:
+        return kind(model, tokenizer, window, temperature)
+    return kind(model, tokenizer, window=window, temperature=temperature, **options)

@@ -10,9 +10,6 @@ files in a folder, exclusive or and zlib, and a bound on staleness (train.py's -
                  Workers.submit(tasks), Workers.collect(...)  ->  groups of chains
     processes    Generator: take the newest file between two decoding steps, play the agents
 
-With no processes (--workers=0) the same runs in the trainer, when the result is asked for, and
-tokens and counts are those of command/in_turn.py (tests/test_fast_workers.py).
-
 What it costs: with stale tokens the gradient is that of the current policy at an older one's
 samples, and the k1 estimate of the KL is no longer unbiased.
 
@@ -23,6 +20,7 @@ the entries that the old ones left).
 import atexit
 import contextlib
 import hashlib
+import importlib
 import multiprocessing
 import os
 import queue
@@ -37,23 +35,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fast.model import accelerate
-from fast.sampler import Sampler
+from fast.sampler import make_sampler, sampling_model
 from rollout import rollouts
 from world.machine import owned_directory
 from world.sandbox import Sandbox
 
 # ---------------------------------------------------------------- weights on their way
-
-
-def generation_model(config, dtype, device="cpu"):
-    """A model that only samples, of a configuration: its matrices are stored in the compute dtype.
-    Norms, routers and the embedding remain in fp32."""
-    model = accelerate(config.build_model()).to(device).compute_in(dtype)
-    for name, p in model.named_parameters():
-        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
-            p.data = p.data.to(dtype)
-    return model.fuse_weights().eval()
 
 
 def byte_planes(tensor):
@@ -117,15 +104,13 @@ class Publisher:
     than 98 % of Cursor's bf16 weights are equal from step to step (stated); here the log says how
     many are.
 
-    every: one upload in so many is a base. shared: other processes read the folder, each in its own
-    time. Not shared: one reader, who has read all but the newest, so older files can go at once."""
+    every: one upload in so many is a base."""
 
-    def __init__(self, folder, config, dtype, every=20, shared=True):
+    def __init__(self, folder, config, dtype, every=20):
         self.folder = Path(folder)
         self.every = every
-        self.shared = shared
         # The sampler's model says in which dtype each weight is held there.
-        held = generation_model(config, dtype).state_dict()
+        held = sampling_model(config, dtype).state_dict()
         self.dtypes = {name: tensor.dtype for name, tensor in held.items()}
         self.sent = None  # the weights of the last upload
         self.count = 0  # uploads
@@ -146,9 +131,11 @@ class Publisher:
         (self.folder / "part").write_bytes(data)
         kind = "base" if is_base else "delta"
         (self.folder / "part").replace(self.folder / f"{version:08d}.{kind}")
-        if is_base or not self.shared:
-            self.remove_old(version)
         if is_base:
+            # The base before this one and what followed it remain, for processes that are late.
+            for path in self.folder.iterdir():
+                if int(path.stem) < self.base:
+                    path.unlink()
             self.base = version
 
         # For the log: how many numbers are equal to those of the version before.
@@ -162,14 +149,6 @@ class Publisher:
             "sync_full": sum(tensor.nbytes for tensor in new.values()),
             "sync_same": same / sum(tensor.numel() for tensor in new.values()),
         }
-
-    def remove_old(self, version):
-        """Removes files that nobody needs any more. Where other processes read the folder, the last
-        base and what followed it remain."""
-        oldest = self.base if self.shared else version
-        for path in self.folder.iterdir():
-            if int(path.stem) < oldest:
-                path.unlink()
 
 
 def pending_uploads(folder, version):
@@ -187,15 +166,14 @@ def pending_uploads(folder, version):
 
 
 class Generator:
-    """Samples groups of rollouts with the newest weights in the folder. It runs inside a generation
-    process, or with no workers inside the trainer. options: arguments of the Sampler."""
+    """Samples groups of rollouts with the newest weights in the folder: inside a generation process.
+    options: arguments of make_sampler"""
 
     def __init__(
         self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
     ):
-        model = generation_model(config, dtype, device)
-        # The sampler asks for newer weights before every decoding step; it has none yet (-1).
-        self.sampler = Sampler(model, tokenizer, window=limits.window, **options)
+        self.sampler = make_sampler(config, dtype, device, tokenizer, limits.window, **options)
+        # The fast sampler asks for newer weights before every decoding step; it has none yet (-1).
         self.sampler.refresh = self.refresh
         self.sampler.version = -1
         self.folder = folder
@@ -241,9 +219,18 @@ def exit_with_trainer(trainer):
     os._exit(1)
 
 
-def worker_main(pipe, trainer, settings):
+def apply_patch(name):
+    """Changes the recipe in this process as the trainer's was changed: name is an experiment's patch
+    as module:function, "" for the plain recipe"""
+    if name:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+def worker_main(pipe, trainer, settings, patch=""):
     """What a generation process runs: it takes jobs from a pipe and sends groups back, until the
-    trainer is gone. trainer: the end of a pipe on which nothing is ever sent."""
+    trainer is gone. trainer: the end of a pipe on which nothing is ever sent. patch: see
+    apply_patch"""
     threading.Thread(target=exit_with_trainer, args=(trainer,), daemon=True).start()
     # Ctrl-C is the trainer's to handle. On SIGTERM Python ends in order: workspaces are removed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -251,6 +238,7 @@ def worker_main(pipe, trainer, settings):
     torch.set_num_threads(1)
 
     # One job after the other, until the trainer's end of the pipe is closed.
+    apply_patch(patch)
     generator = Generator(**settings)
     while True:
         try:
@@ -262,27 +250,24 @@ def worker_main(pipe, trainer, settings):
 
 class Workers:
     """The twin of command.in_turn.InTurn: n generation processes sample while the trainer learns.
-    With n = 0 the trainer's process samples, when the result is asked for.
 
     A thread of the trainer supervises each process. The processes are forked from a server that has
     no threads of its own: forking the trainer could copy a lock that one of its threads holds.
-    settings: the arguments of Generator."""
+    settings: the arguments of Generator. patch: see apply_patch"""
 
-    def __init__(self, n, settings):
+    def __init__(self, n, settings, patch=""):
         self.n = n
         self.settings = settings
+        self.patch = patch
         self.jobs = queue.SimpleQueue()
         self.restarts = 0  # of processes that died
         self.processes = {}
         self.lives = {}  # of each process, our end of the pipe that closes when this process ends
         self.closed = False
 
-        # Without processes the generator lives here.
-        self.generator = None if n else Generator(**settings)
-        self.context = multiprocessing.get_context("forkserver") if n else None
-        if n:
-            self.context.set_forkserver_preload(["fast.workers"])
-            self.own_server_folder()
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["fast.workers"])
+        self.own_server_folder()
 
         # A process starts when its thread gets the first job.
         for i in range(n):
@@ -301,21 +286,15 @@ class Workers:
 
     def submit(self, tasks, numbers, seed):
         """Deals the tasks to the processes in turns -> [(future, job)], for collect"""
-        share = max(1, self.n)
         dealt = []
-        for i in range(share):
-            dealt.append((Future(), (tasks[i::share], numbers[i::share], seed)))
-        if self.n:
-            for future_and_job in dealt:
-                self.jobs.put(future_and_job)
+        for i in range(self.n):
+            dealt.append((Future(), (tasks[i :: self.n], numbers[i :: self.n], seed)))
+            self.jobs.put(dealt[-1])
         return dealt
 
     def collect(self, dealt):
-        """What submit returned -> groups of chains, in the order of the tasks. It waits for the
-        processes; without any it samples now."""
-        parts = []
-        for future, job in dealt:
-            parts.append(future.result() if self.n else self.generator(*job))
+        """What submit returned -> groups of chains, in the order of the tasks, when all are there"""
+        parts = [future.result() for future, _ in dealt]
         # The tasks were dealt in turns: task i went to part i % n.
         total = sum(len(part) for part in parts)
         return [parts[i % len(parts)][i // len(parts)] for i in range(total)]
@@ -325,7 +304,7 @@ class Workers:
         pipe, theirs = self.context.Pipe()
         # A second pipe tells the process when we are gone: our end is closed with this process.
         watched, self.lives[i] = self.context.Pipe(duplex=False)
-        arguments = (theirs, watched, self.settings)
+        arguments = (theirs, watched, self.settings, self.patch)
         process = self.context.Process(target=worker_main, args=arguments, daemon=True)
         process.start()
         self.processes[i] = process

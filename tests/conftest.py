@@ -2,9 +2,11 @@
 tenths of a second.
 
     python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
+    python -m pytest --workers=1                      in one process (two where there are two cores: two_workers.py)
     python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+pytest_plugins = ["two_workers"]
 VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -154,6 +157,18 @@ def _wait(ranks, folder, deadline, may_die):
             alive = [r for r, p in enumerate(ranks) if p.exitcode is None]
             raise TimeoutError(f"ranks {alive} are still running")
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def texts_are_made_once():
+    """Every tokenizer is trained on the same 1500 texts. They depend on their arguments alone, and
+    to make them takes ten seconds."""
+    import synth_tasks
+
+    made = synth_tasks.example_texts
+    synth_tasks.example_texts = functools.cache(made)
+    yield
+    synth_tasks.example_texts = made
 
 
 @pytest.fixture

@@ -123,8 +123,7 @@ def muon_rank(rank, world):
 
     import fast
     import hsdp
-    from fast.gram_newton_schulz import gram_newton_schulz
-    from muon import Muon
+    from muon import Muon, newton_schulz
 
     # The model of hsdp.py's demo, cut over the ranks. The optimizer comes after the cut, because
     # parallelize replaces the parameters.
@@ -136,7 +135,7 @@ def muon_rank(rank, world):
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and "embed" not in name and "head" not in name
     ]
-    optimizer = Muon([dict(params=matrices, lr=0.02)], newton_schulz=gram_newton_schulz)
+    optimizer = Muon([dict(params=matrices, lr=0.02)], newton_schulz=fast.choose(newton_schulz))
 
     # Only the matrices are updated.
     losses = []

@@ -8,7 +8,8 @@ import fast
 from published.grouped_query import config_of
 from small import SIZES
 from command.bpe import train_bpe
-from rollout import CONTROLS, SPLIT, Limits, Tokenizer, agent, flatten
+from rollout import CONTROLS, SPLIT, Call, Chain, Episode, Limits, Tokenizer, Turn, agent
+from rollout import flatten, grade
 from summarize import Compaction
 from synth_tasks import example_texts
 from world.task import Task
@@ -77,6 +78,16 @@ def policy(seed=0, **changes):
     plain = model.logits
     model.logits = lambda hidden: 0.5 * plain(hidden) + favour
     return model.requires_grad_(False)
+
+
+def graded_chain(passed, finished, price):
+    """A rollout whose effort is 6.8 by hand: 20 tokens of thought, 40 of a call, 100 of output, 20
+    at the end (1 + 2 + 1 + 1), one call (.2), two turns (1.6)"""
+    act = Turn("assistant", [0] * 61, calls=[Call("read_file", ["a.py"])], thinking=20)
+    turns = [Turn("user", [0] * 3), act, Turn("tool", [0] * 101), Turn("assistant", [0] * 21)]
+    chain = Chain(TASKS[0], [Episode(turns)], passed=bool(passed), finished=bool(finished))
+    grade(chain, price)
+    return chain
 
 
 # Window in tokens, turns, tokens of a turn.

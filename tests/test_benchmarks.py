@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -11,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from benchmarks import gpu, gpu_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_command(*flags, **variables):
+def run_gpu(*flags, **variables):
     command = [sys.executable, "-m", "benchmarks.gpu", *flags]
     environment = {**os.environ, **variables}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return run_command(command, cwd=ROOT, env=environment)
 
 
 def make_bench(folder):
@@ -28,7 +28,7 @@ def make_bench(folder):
 
 
 def test_without_cuda_one_line_and_exit_code_2(tmp_path):
-    done = run_command(f"--out={tmp_path / 'out'}", CUDA_VISIBLE_DEVICES="")
+    done = run_gpu(f"--out={tmp_path / 'out'}", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and len(done.stderr.strip().split("\n")) == 1, done.stderr
     assert "--device=cpu" in done.stderr and not (tmp_path / "out").exists()
 
@@ -84,7 +84,7 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
 def test_a_quick_benchmark_ends_in_tables_of_ratios(name, columns):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_command(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert all(column in done.stdout for column in columns), done.stdout
 
@@ -175,7 +175,7 @@ def find_rows(report, part, table):
 
 def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     start = time.monotonic()
-    done = run_command(f"--out={tmp_path}", "--device=cpu", "--minutes=2")
+    done = run_gpu(f"--out={tmp_path}", "--device=cpu", "--minutes=2")
     seconds = time.monotonic() - start
     assert seconds < 130, f"--minutes=2 took {seconds:.0f} s"
     report = json.loads((tmp_path / "gpu.json").read_text())

@@ -11,18 +11,12 @@ import torch
 import hsdp
 import moe
 import train
-from command import gpu_memory, hardware
+from command import hardware
+from fast import gpu_memory
 
 SMALL = [
-    "--scale=tiny",
-    "--vocab=320",
-    "--dim=32",
-    "--context=64",
-    "--batch_tokens=512",
-    "--micro_tokens=256",
-    "--processes=1",
-    "--dtype=float32",
-    "--device=cpu",
+    *"--scale=tiny --vocab=320 --dim=32 --context=64 --batch_tokens=512".split(),
+    *"--micro_tokens=256 --processes=1 --dtype=float32 --device=cpu".split(),
     f"--data={Path(json.__file__).parent}",
 ]
 
@@ -106,7 +100,7 @@ def test_a_card_without_bf16_computes_in_float32_and_refuses_to_be_told_otherwis
     card, capsys, tmp_path
 ):
     card(bf16=False)
-    assert moe.fast_dtype("cuda") == torch.float32
+    assert hardware.fast_dtype("cuda") == torch.float32
     config = train.FLAGS.configure({}, "pretrain")
     assert hardware.dtype_of(
         config

@@ -17,7 +17,6 @@ import torch
 
 import conftest
 import feedback_distill
-import hsdp
 import moe
 import muon
 import rollout
@@ -31,6 +30,7 @@ from benchmarks.gpu_equality import (
     run_backward,
     training_step_differences,
 )
+from command import checkpoints
 from fast import accelerate, low_precision
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.low_precision import FORMATS
@@ -161,14 +161,14 @@ def test_a_training_step_has_the_same_bits_every_time(device):
 @pytest.mark.device
 def test_a_checkpoint_of_the_device_is_read_on_the_cpu_and_back(device, tmp_path):
     model = build_small_model(device)
-    hsdp.save_sharded_checkpoint(tmp_path / "made", model)
+    checkpoints.save_checkpoint(tmp_path / "made", model)
     elsewhere = build_small_model("cpu")
     for p in elsewhere.parameters():
         torch.nn.init.zeros_(p)
-    hsdp.load_sharded_checkpoint(tmp_path / "made", elsewhere)
+    checkpoints.load_checkpoint(tmp_path / "made", elsewhere)
     assert all(torch.equal(p, q.cpu()) for p, q in zip(elsewhere.parameters(), model.parameters()))
-    hsdp.save_sharded_checkpoint(tmp_path / "again", elsewhere)
-    hsdp.load_sharded_checkpoint(tmp_path / "again", model)
+    checkpoints.save_checkpoint(tmp_path / "again", elsewhere)
+    checkpoints.load_checkpoint(tmp_path / "again", model)
     assert all(torch.equal(p, q.cpu()) for p, q in zip(elsewhere.parameters(), model.parameters()))
 
 

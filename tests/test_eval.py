@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from commands import run_command
 import eval as evaluation
-import hsdp
 import rollout
-from command import learning_curves, policy_report
+from command import checkpoints, learning_curves, policy_report
 from moe import Model, ModelConfig
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
@@ -204,7 +203,7 @@ def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
         random.Random(0),
         rollout.Limits(10**6),
     )
-    chain.solved = True
+    chain.passed = True
     r = evaluation.make_record(chain, (1.0, 10.0))
     sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
     given = sum(len(t.tokens) for t in chain.turns) - sampled
@@ -368,8 +367,9 @@ def run(tmp_path_factory):
             "temperature": 1.0,
             "summarize": True,
             "max_turns": 3,
+            "draft": 3,
         }
-        hsdp.save_sharded_checkpoint(
+        checkpoints.save_checkpoint(
             folder / stage,
             model,
             None,
@@ -391,13 +391,26 @@ def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run)
     (folder / "rl.old").rename(folder / "rl")
 
 
+def test_a_checkpoint_that_does_not_say_how_its_policy_acts_is_refused_in_one_line(
+    run, tmp_path, capsys
+):
+    model, tokenizer, config = evaluation.load_policy(run[0])
+    del config["draft"]
+    described = {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()}
+    checkpoints.save_checkpoint(tmp_path / "r" / "rl", model, None, described)
+    with pytest.raises(SystemExit) as end:
+        evaluation.main([str(tmp_path / "r"), f"--out={tmp_path}"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.endswith("does not say its draft: of another version\n")
+
+
 def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(
     run, tmp_path, capsys
 ):
     model, tokenizer, config = evaluation.load_policy(run[0])
     for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
         config["steps"] = 60
-        hsdp.save_sharded_checkpoint(
+        checkpoints.save_checkpoint(
             tmp_path / "r" / "rl",
             model,
             None,
@@ -408,7 +421,7 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
                 "step": step,
             },
         )
-        assert evaluation.unfinished_label(tmp_path / "r" / "rl") == label
+        assert checkpoints.unfinished_label(tmp_path / "r" / "rl") == label
         evaluation.main(
             [str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
         )
@@ -446,13 +459,8 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
         and (tmp_path / "eval.json").exists()
     )
     code = "import sys; from command import drawing as d; assert d.try_to_draw() == '', d.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(d.try_to_draw())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"},
-    )
+    environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"}
+    done = run_command([sys.executable, "-c", code], cwd=ROOT, env=environment)
     assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
 
 
@@ -621,8 +629,6 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["{run}", "--out={here}/file"], "file"),
         (["{damaged}"], "damaged"),
         (["--number=2"], "which runs?"),
-        (["--experiment=feedback", "--seeds", "1", "2"], "python -m experiments.feedback"),
-        (["--experiment"], "python -m experiments.NAME"),
         (["{run}", "{run}/"], "more than once"),
     ],
 )
@@ -664,9 +670,7 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
 
 
 def test_the_command_itself_exits_with_2_and_one_line():
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True
-    )
+    result = run_command([sys.executable, "eval.py", "--passes=none"], cwd=ROOT)
     assert (
         result.returncode == 2
         and result.stdout == ""

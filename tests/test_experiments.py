@@ -4,6 +4,7 @@ is trained for real."""
 
 import importlib
 import json
+import math
 import os
 import random
 import re
@@ -20,14 +21,16 @@ import numpy as np
 import pytest
 import torch
 
+from commands import run_command
 import eval as evaluation
 import feedback_distill
-import hsdp
+import length_penalty
 import rollout
 import summarize
 import synth_tasks
 import train
-from command import failures
+from command import checkpoints, failures
+from sampling import graded_chain
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import hacking, objective, penalty, retold, runner, sdft, summary, tables, tasks
@@ -54,10 +57,13 @@ def recipe(monkeypatch):
         (train, "make_training_task"),
         (train, "make_demonstration"),
         (train, "evaluate_run"),
-        (train, "NEUTRAL_HINTS"),
+        (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
         (train, "PROGRAM"),
         (rollout, "Limits"),
+        (length_penalty, "Price"),
+        (feedback_distill, "TEACHER"),
+        (feedback_distill, "DIVERGENCE"),
         (summarize, "Compaction"),
         (synth_tasks, "Curriculum"),
     ):
@@ -140,50 +146,42 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
     assert plain != 0
 
 
-def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
-    stage = stage_of(penalty.linear_price, length_penalty=0.1)
-    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
-    # The effort by hand, a summand for each count: 1 + 2 + 1 + 1 + 1 + 4 = 10.
-    counts = dict(
-        thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
-    )
-    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -4.0), (1, 0, -4.0), (0, 0, -4.0)):
-        chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
-        stage.compute_reward(chain)
-        assert chain.reward == pytest.approx(reward)
-        assert chain.solved == (solved and finished)
+@pytest.mark.parametrize(
+    "passed, finished, reward", [(1, 1, 1 - 0.68), (0, 1, -4.0), (1, 0, -4.0), (0, 0, -4.0)]
+)
+def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, finished, reward):
+    penalty.linear_price()
+    chain = graded_chain(passed, finished, length_penalty.Price(0.1, budget=40.0))
+    assert chain.reward == pytest.approx(reward) and chain.solved == (passed and finished)
 
 
 @pytest.mark.parametrize(
     "patch, changed",
     [
-        (teachers.current_teacher, dict(teacher_kind="current")),
-        (teachers.frozen_teacher, dict(teacher_kind="frozen")),
-        (teachers.forward_kl, dict(divergence="forward")),
-        (teachers.jensen_shannon, dict(divergence="jsd")),
-        (penalty.nonlinear_price, dict(penalty_k=0.05, penalty_q=6.0)),
-        (penalty.linear_price, dict(penalty_q=0.0)),
+        (teachers.current_teacher, dict(TEACHER="current")),
+        (teachers.frozen_teacher, dict(TEACHER="frozen")),
+        (teachers.forward_kl, dict(DIVERGENCE="forward")),
+        (teachers.jensen_shannon, dict(DIVERGENCE="jsd")),
+        (penalty.nonlinear_price, dict(k=0.05, q=6.0)),
+        (penalty.linear_price, dict(q=0.0)),
         (retold.open_all_levels, dict(max_level=7)),
     ],
 )
-def test_a_patch_of_an_attribute_changes_that_one_alone(patch, changed):
-    kept = dict(
-        teacher_kind="ema",
-        teacher_rate=0.1,
-        divergence="reverse",
-        penalty_k=1.0,
-        penalty_q=0.5,
-        max_level=5,
-        loss_norm_length=64.0,
-    )
-    stage = stage_of(patch)
-    assert {name: getattr(stage, name) for name in kept} == {**kept, **changed}
+def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
+    kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
+    kept |= dict(scale=0.03, k=1.0, q=0.5, budget=math.inf, max_level=5, loss_norm_length=64.0)
+    patch()
+    places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
+    found = {}
+    for name in kept:
+        (found[name],) = (getattr(place, name) for place in places if hasattr(place, name))
+    assert found == {**kept, **changed}
 
 
 def test_with_three_habits_a_tenth_of_the_faultless_turns_has_a_hint():
-    assert train.NEUTRAL_HINTS == 0.05
+    assert train.NEUTRAL_HINT_RATE == 0.05
     sdft.EXPERIMENT.sft.patch()
-    assert train.NEUTRAL_HINTS == 0.1
+    assert train.NEUTRAL_HINT_RATE == 0.1
 
 
 def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alike():
@@ -197,9 +195,9 @@ def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alik
 def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(
     run, monkeypatch
 ):
-    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=10**6)
-    for constant in ("SLOPPY", "HINTS", "NEUTRAL_HINTS"):
+    for constant in ("SLOPPY", "HINT_RATE", "NEUTRAL_HINT_RATE"):
         monkeypatch.setattr(train, constant, 0.0)
 
     def calls():
@@ -225,14 +223,14 @@ def test_of_few_tasks_each_comes_over_and_over(patch, n):
 
 
 def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
-    call = SimpleNamespace(name="grep")
+    call = SimpleNamespace(name="grep", error="unknown_tool")
     task = SimpleNamespace(tools=("read_file", "edit_file"))
-    turn = SimpleNamespace(calls=[call])
+    turn = SimpleNamespace(role="assistant", calls=[call])
     chain = SimpleNamespace(task=task, episodes=[SimpleNamespace(turns=[turn])])
-    hint = feedback_distill.Hint(0, 0, "unavailable_tool", "Reminder: Available tools: read_file.")
     patches = (lambda: None, teachers.empty_hint, teachers.wrong_hint)
-    said = [stage_of(patch).hint_text(chain, hint) for patch in patches]
-    assert said == [hint.text, "", "Reminder: Available tools: read_file, edit_file, grep."]
+    said = [[hint.text for hint in stage_of(patch).find_hints(chain)] for patch in patches]
+    tools = "Reminder: Available tools: read_file, edit_file"
+    assert said == [[f"{tools}."], [""], [f"{tools}, grep."]]
 
 
 def test_the_reward_does_not_reach_the_tokens_of_summaries():
@@ -264,7 +262,7 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
 
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
-    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.make_compaction(vars(config))
     real, seen = feedback_distill.demonstrate_with_hints, []
@@ -331,9 +329,10 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     log = log_of(tmp_path / "c")
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
 
-    class EmptyHints(teachers.EmptyHint, teachers.CurrentTeacher, HintsOnDemonstrations):
+    class EmptyHints(teachers.EmptyHint, HintsOnDemonstrations):
         pass
 
+    teachers.current_teacher()
     train.STAGE["rl"] = EmptyHints
     train.main([*rl, f"--out={tmp_path}/d", *flags])
     log = log_of(tmp_path / "d")
@@ -397,18 +396,19 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
     command = [sys.executable, "-m", "experiments.runner"]
 
     def go(*command):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_command(command, cwd=ROOT)
 
     arm = "--arm=experiments.objective:overlong_masked"
     assert go(*command, arm, "--", *words).returncode == 0
     assert (
-        hsdp.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+        checkpoints.load_extra(tmp_path / "run" / "rl")["patch"]
+        == "experiments.objective:overlong_masked"
     )
     assert "finished already" in go(*command, arm, "--", *words).stdout
     done = go(sys.executable, "train.py", *words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "experiments.objective:overlong_masked" in done.stderr
-    label = evaluation.made_by(tmp_path / "run" / "rl")
+    label = checkpoints.made_by(tmp_path / "run" / "rl")
     assert label == "made by experiments.objective:overlong_masked"
     for wrong in ("--arm=experiments.objective:nothing", "--arm=nothing", "--x"):
         done = go(*command, wrong, "--", *words)
@@ -729,8 +729,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(
 
 def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_line():
     def go(*words):
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_command([sys.executable, "-m", *words], cwd=ROOT)
 
     lines = go("experiments").stdout.splitlines()
     assert len(lines) == len(NAMES) and "feedback" in NAMES

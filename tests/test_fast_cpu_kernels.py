@@ -78,18 +78,6 @@ def test_the_layer_is_the_plain_layer():
     assert torch.equal(plain.router.load, accelerated.router.load) and plain.router.load.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embedded_tokens_are_those_of_the_plain_model_to_the_bit(dtype):
-    """The gradient too: it is summed in fp32 and rounded once."""
-    tokens, results = torch.randint(0, 61, (3, 50)), []
-    for model in twins():
-        model.embed.weight.data = model.embed.weight.data.to(dtype)
-        y = model.embed_tokens(tokens)
-        y.square().sum().backward()
-        results.append((y, model.embed.weight.grad))
-    assert all(map(torch.equal, *results)) and results[0][1].dtype == dtype
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_of_the_targets_are_those_of_the_plain_model(temperature):
     hidden, targets, results = torch.randn(3, 30, 32), torch.randint(0, 61, (3, 30)), []

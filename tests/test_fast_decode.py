@@ -1,4 +1,4 @@
-"""Decoding from the cache: latents with absorbed weights, fused weights and all experts at once,
+"""Decoding from the cache: latents with absorbed weights, joined weights and all experts at once,
 against the plain decode that rebuilds keys and values."""
 
 import pytest
@@ -8,26 +8,19 @@ import moe
 from twins import KINDS, draw_tokens, twins
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_prefill_and_decoding_are_those_of_the_plain_model(kind, fused):
+def test_prefill_and_decoding_are_those_of_the_plain_model(kind):
     """Rows of different lengths, in an order of their own; hidden states, experts, and what the
     cache holds"""
     tokens, found = draw_tokens(3, 40), []
     for model in twins(**KINDS[kind]):
-        if fused and hasattr(model, "fuse_weights"):
-            model.fuse_weights()
         cache, record = moe.Cache(model.eval(), 3, 50), []
         chunks = [tokens[0, :17].tolist(), tokens[1, :3].tolist(), tokens[2, :30].tolist()]
-        if hasattr(model, "prefill"):
-            model.prefill(chunks, cache, [2, 0, 1], [0, 0, 0], record)
-            prefilled = [layer[0, :50] for layer in record]
-        else:  # the plain form: one chunk after the other
-            for chunk, row in zip(chunks, (2, 0, 1)):
-                record.append([])
-                model.decode(torch.tensor([chunk]), cache, [row], [0], record[-1])
-            prefilled = [torch.cat(layer, 1)[0] for layer in zip(*record)]
+        for chunk, row in zip(chunks, (2, 0, 1)):
+            record.append([])
+            model.decode(torch.tensor([chunk]), cache, [row], [0], record[-1])
+        prefilled = [torch.cat(layer, 1)[0] for layer in zip(*record)]
         start, rows, record, hidden = torch.tensor([3, 30, 17]), [1, 2, 0], [], []
         for step in range(4):
             fed = tokens[rows, start][:, None]

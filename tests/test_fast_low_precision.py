@@ -25,5 +25,5 @@ def test_low_precision_experts_are_the_plain_products_of_rounded_numbers(precisi
         hidden = F.silu(rows @ rounded(gate).T) * (rows @ rounded(up).T)
         expected.append(rounded(hidden) @ rounded(down).T)
     accelerated = fast.accelerate(experts)
-    assert type(accelerated) is LowPrecisionExperts
+    assert isinstance(accelerated, LowPrecisionExperts)
     torch.testing.assert_close(accelerated(x, counts), torch.cat(expected), atol=1e-3, rtol=1e-3)

@@ -73,6 +73,8 @@ def test_rollouts_of_real_tasks_are_the_same_from_either_sampler():
     for plain_group, fast_group in zip(*found):
         for plain, fast in zip(plain_group, fast_group):
             same(plain, fast)
+            rollout.grade(plain)
+            rollout.grade(fast)
             assert plain.files == fast.files and plain.stats == fast.stats
             assert plain.reward == fast.reward and plain.findings == fast.findings
 

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import moe
 from fast import workers as fast_workers
+from fast.sampler import make_sampler
 from moe import Model, ModelConfig
+import rollout
 from rollout import Limits
 from sampling import TRAINED, same
 from summarize import Compaction
@@ -139,23 +142,6 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
     assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
 
 
-def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
-    state, publisher = weights(), fast_workers.Publisher(
-        tmp_path, CONFIG, torch.float32, every=3, shared=False
-    )
-    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
-    for version in range(8):
-        publisher.publish(version, state)
-        reader.refresh()
-        assert [p.name for p in tmp_path.iterdir()] == [
-            f"{version:08d}.{'delta' if version % 3 else 'base'}"
-        ]
-        assert all(
-            torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items()
-        )
-        state["head.weight"] += 1
-
-
 def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
     settings = dict(
         folder=tmp_path,
@@ -250,7 +236,7 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     )
     publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
     publisher.publish(0, weights())
-    alone, beside = fast_workers.Workers(0, settings), fast_workers.Workers(2, settings)
+    alone, beside = fast_workers.Generator(**settings), fast_workers.Workers(2, settings)
     try:
         for version in (0, 1):
             publisher.publish(version, weights(version)) if version else None
@@ -259,13 +245,11 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
             if version == 1:
                 time.sleep(0.03)
                 os.kill(beside.processes[0].pid, signal.SIGKILL)
-            groups, expected = beside.collect(handle), alone.collect(
-                alone.submit(tasks, range(3), version)
-            )
+            groups, expected = beside.collect(handle), alone(tasks, range(3), version)
             assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
             for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
                 same(a, b)
-                assert a.stats == b.stats and a.files == b.files
+                assert a.passed == b.passed and a.files == b.files
             assert not fast_workers.staleness(groups, version).any() and beside.restarts == (
                 version > 0
             )
@@ -274,18 +258,17 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
 
 
-def test_the_plain_form_of_generation_yields_the_same_groups(tmp_path):
+def test_the_plain_form_of_generation_yields_the_same_groups():
     """One process samples and updates in turn, with the plain sampler: the same tokens and counts
     under two versions of the weights, log-probs within 1e-5"""
-    settings = dict(tokenizer=TRAINED, group=2, limits=Limits(400, 3, 24), temperature=0.9)
-    plain = in_turn.InTurn(Model(CONFIG), **settings)
-    fast = fast_workers.Workers(
-        0, dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", **settings)
-    )
-    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
+    samplers = [
+        make_sampler(CONFIG, torch.float32, "cpu", TRAINED, 400, 0.9, plain=plain)
+        for plain in (True, False)
+    ]
+    plain, fast = (in_turn.InTurn(rollout.rollouts, sampler, 2, Limits(400, 3, 24)) for sampler in samplers)
     for version in (0, 1):
-        publisher.publish(version, weights(version))
-        plain.publish(version, weights(version))
+        for source in (plain, fast):
+            assert source.publish(version, weights(version)) == {}  # nothing is sent
         found, twins = (
             source.collect(source.submit(REAL[:2], [0, 1], version)) for source in (plain, fast)
         )
@@ -293,7 +276,7 @@ def test_the_plain_form_of_generation_yields_the_same_groups(tmp_path):
             assert len(group) == 2
             for chain, twin in zip(group, twin_group):
                 same(chain, twin)
-                assert (chain.stats, chain.files) == (twin.stats, twin.files)
+                assert (chain.passed, chain.files) == (twin.passed, twin.files)
         for groups in (found, twins):
             assert not fast_workers.staleness(groups, version).any()
 
@@ -319,8 +302,11 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
     import train
 
     class Prompt(fast_workers.Workers):
+        def __init__(self, n, settings, patch):
+            self.generator, self.restarts = fast_workers.Generator(**settings), 0
+
         def submit(self, tasks, numbers, seed):
-            return super().collect(super().submit(tasks, numbers, seed))
+            return self.generator(tasks, numbers, seed)
 
         def collect(self, groups):
             return groups
@@ -336,6 +322,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         "--tasks_per_step=2",
         "--group_size=2",
         "--stage=rl",
+        "--workers=1",
         "--steps=3",
         f"--out={tmp_path}",
     ]
@@ -378,3 +365,31 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             if m["role"] == "assistant"
         )
         assert all(l["reward"] in [pytest.approx(r, abs=1e-3) for r in l["group"]] for l in lines)
+
+
+def change_the_norm():
+    """A patch as an experiment's: every norm doubles"""
+    plain = moe.RMSNorm.forward
+    moe.RMSNorm.forward = lambda self, x: 2 * plain(self, x)
+
+
+def test_a_patch_of_the_book_acts_in_the_generation_processes_too(tmp_path):
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.float32,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=2,
+        limits=Limits(400, 2, 24),
+    )
+    fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    found = []
+    for patch in ("", "test_fast_workers:change_the_norm"):
+        workers = fast_workers.Workers(1, settings, patch)
+        try:
+            found.append(workers.collect(workers.submit(REAL[:1], [0], 0))[0])
+        finally:
+            workers.close()
+    logprobs = [[turn.logprobs.tolist() for turn in group[0].turns[1:2]] for group in found]
+    assert logprobs[0] != logprobs[1]

@@ -24,7 +24,7 @@ APPENDIX = {"world", "repositories", "fast", "published", "command", "demos"}
 # room -> the rooms that it may import
 MAY_KNOW = {
     "muon": set(),
-    "hsdp": {"moe", "command"},  # the model of its demo; checkpoint_files.py and old_flags.py
+    "hsdp": {"moe"},  # the model of its demo
     "moe": set(),
     "length_penalty": set(),
     "world": set(),
@@ -34,12 +34,12 @@ MAY_KNOW = {
     "rollout": AGENT | {"length_penalty"},  # what it counts is what the penalty weighs
     "feedback_distill": LEARNING,
     "summarize": LEARNING,
-    "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published"},
+    "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published", "command"},
     "train": (BOOK - {"train"}) | {"world", "fast", "published", "command"},
     # the appendix: each folder knows what lies below it
     "fast": LEARNING | {"published"},
     "published": {"moe", "rollout", "world"},
-    "command": (BOOK - {"train"}) | {"world", "repositories", "fast", "published"},
+    "command": {"world", "repositories", "fast", "published"},
     "demos": {"command"},
     "experiments": BOOK | APPENDIX | {"benchmarks"},
     "benchmarks": BOOK | APPENDIX,

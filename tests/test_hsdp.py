@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoint_files, failures, gpu_memory
+from command import checkpoints, failures
+from fast import gpu_memory
 from command.checks import check_parameters
 from demos import comm_counter
 from hsdp import Layout, parallelize
@@ -96,8 +97,8 @@ def update(model, optimizer):
     return float(norm)
 
 
-def train(meshes, steps=3, recompute=False):
-    """Three Muon steps, and the gradients of the fourth. -> losses and norms, whole gradients,
+def train(meshes, steps=2, recompute=False):
+    """Two Muon steps, and the gradients of the third. -> losses and norms, whole gradients,
     whole state"""
     model = parallelize(build(), meshes)
     model.recompute = recompute
@@ -276,7 +277,7 @@ def save_and_go_on(meshes, folder):
     for step in range(2):
         forward_backward(model, meshes, step)
         update(model, optimizer)
-    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
+    checkpoints.save_checkpoint(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, 2)
     update(model, optimizer)
@@ -288,7 +289,7 @@ def load_and_go_on(meshes, folder):
     same states as save_and_go_on"""
     model = parallelize(build(seed=5), meshes)
     optimizer = make_optimizer(model)
-    extra = hsdp.load_sharded_checkpoint(folder, model, optimizer)
+    extra = checkpoints.load_checkpoint(folder, model, optimizer)
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, extra["step"])
     update(model, optimizer)
@@ -331,7 +332,7 @@ def found(folder):
 
 
 @pytest.mark.parametrize("sizes", TABLE, ids=lambda s: "cp{}-ep{}-copies{}".format(*s))
-def test_eight_ranks_equal_one_process_after_three_muon_steps(found, sizes):
+def test_eight_ranks_equal_one_process_after_two_muon_steps(found, sizes):
     losses, gradients, weights, biases = found[Layout(8, *sizes)]
     assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
 
@@ -476,7 +477,7 @@ def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
         for name, t in found["saved"][2].items():  # one step later
             if ".load" not in name:
                 torch.testing.assert_close(other[2][name], t, rtol=0, atol=2e-6)
-    assert hsdp.load_extra(folder)["config"] == vars(CONFIG)
+    assert checkpoints.load_extra(folder)["config"] == vars(CONFIG)
 
 
 @pytest.fixture
@@ -484,7 +485,7 @@ def saved(tmp_path):
     """A checkpoint of one process at step 1."""
     model = build()
     optimizer = make_optimizer(model)
-    hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer, {"step": 1})
+    checkpoints.save_checkpoint(tmp_path / "run", model, optimizer, {"step": 1})
     return tmp_path / "run", model, optimizer
 
 
@@ -501,7 +502,7 @@ def test_a_damaged_checkpoint_is_refused_with_one_clear_line(saved, damage):
     else:
         folder = folder.with_name("nothing")
     with pytest.raises(ValueError) as refusal:
-        hsdp.load_sharded_checkpoint(folder, model, optimizer)
+        checkpoints.load_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -522,25 +523,25 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
 
             rename = type(folder).rename
             patch.setattr(
-                *((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended
+                *((checkpoints.dcp, "save") if name == "save" else (type(folder), "rename")), ended
             )
             with pytest.raises(KeyboardInterrupt):
-                hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
-        assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {
+                checkpoints.save_checkpoint(folder, model, optimizer, {"step": 2})
+        assert checkpoints.load_checkpoint(folder, model, optimizer) == {
             "step": 1
-        } and hsdp.load_extra(folder) == {"step": 1}
-    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
-    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
+        } and checkpoints.load_extra(folder) == {"step": 1}
+    checkpoints.save_checkpoint(folder, model, optimizer, {"step": 3})
+    assert checkpoints.load_checkpoint(folder, model, optimizer) == {"step": 3}
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load_sharded_checkpoint(saved[0], other)
+        checkpoints.load_checkpoint(saved[0], other)
     with pytest.raises(ValueError, match="optimizer.*missing here"):
         # it makes its state in the first step
-        hsdp.load_sharded_checkpoint(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
+        checkpoints.load_checkpoint(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
 
 
 def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tmp_path):
@@ -548,7 +549,7 @@ def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tm
     optimizer, seconds = make_optimizer(model), []
     for _ in range(3):
         start = time.monotonic()
-        hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer)
+        checkpoints.save_checkpoint(tmp_path / "run", model, optimizer)
         seconds.append(time.monotonic() - start)
     assert sum(p.numel() for p in model.parameters()) > 0.8e6 and min(seconds) < 0.3
 
@@ -641,10 +642,10 @@ def zip_writer_fails(*args, **named):
     "where, name, failure",
     [
         (os, "fsync", full),
-        (hsdp, "write_synced", full),
-        (hsdp, "describe_file", full),
+        (checkpoints, "write_synced", full),
+        (checkpoints, "describe_file", full),
         (torch, "save", zip_writer_fails),
-        (hsdp.dcp.filesystem.pickle, "dump", full),
+        (checkpoints.dcp.filesystem.pickle, "dump", full),
     ],
 )
 def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
@@ -653,8 +654,8 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     folder, model, optimizer = saved
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
-        with pytest.raises(checkpoint_files.SaveFailed) as refusal:
-            hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
+        with pytest.raises(checkpoints.SaveFailed) as refusal:
+            checkpoints.save_checkpoint(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
     assert (
         "the disk is full" in text
@@ -664,29 +665,29 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     )
     # What was half written has given its space back, and the one before is whole.
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
-    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 1}
-    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
-    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
+    assert checkpoints.load_checkpoint(folder, model, optimizer) == {"step": 1}
+    checkpoints.save_checkpoint(folder, model, optimizer, {"step": 3})
+    assert checkpoints.load_checkpoint(folder, model, optimizer) == {"step": 3}
 
 
 def one_disk_is_full(rank, world, folder):
     """-> what each rank is told when one of them cannot write, at different moments, and what is
     there afterwards"""
     model, told = parallelize(build(), make_meshes(world)), []
-    hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
+    checkpoints.save_checkpoint(folder, model, None, {"step": 1})
     for failing, (where, name) in itertools.product(
-        range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))
+        range(world), ((os, "fsync"), (checkpoints, "describe_file"), (checkpoints, "write_synced"))
     ):
         right = getattr(where, name)
         setattr(where, name, full if rank == failing else right)
         try:
-            hsdp.save_sharded_checkpoint(folder, model, None, {"step": 2})
+            checkpoints.save_checkpoint(folder, model, None, {"step": 2})
             told.append("saved")
-        except checkpoint_files.SaveFailed as error:
+        except checkpoints.SaveFailed as error:
             told.append(str(error))
         setattr(where, name, right)
-        told.append(hsdp.load_sharded_checkpoint(folder, model)["step"])
-        hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
+        told.append(checkpoints.load_checkpoint(folder, model)["step"])
+        checkpoints.save_checkpoint(folder, model, None, {"step": 1})
     return told
 
 
@@ -729,36 +730,29 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
         [p.zero_() for p in model.parameters()]
-    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_sharded_checkpoint(folder, model, optimizer)
+    with pytest.raises(checkpoints.DamagedCheckpoint) as refusal:
+        checkpoints.load_checkpoint(folder, model, optimizer)
     assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
 
 
-def forget_checksums(folder):
-    """The manifest as earlier versions wrote it: sizes alone."""
-    raw = json.loads((folder / "manifest.json").read_text())
+def renew_manifest(folder):
+    """The manifest as whoever can write the folder can write it: with the checksums of what is
+    there now"""
+    names = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(
-        json.dumps({name: entry["bytes"] for name, entry in raw.items()})
+        json.dumps({name: checkpoints.describe_file(folder / name) for name in names})
     )
-
-
-def test_a_checkpoint_of_an_earlier_version_without_checksums_loads(saved):
-    folder, model, optimizer = saved
-    forget_checksums(folder)
-    other = build(seed=4)
-    assert hsdp.load_sharded_checkpoint(folder, other, make_optimizer(other)) == {"step": 1}
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize("how", ["zeros", "garbage"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "extra.pt"])
-def test_damage_is_one_line_without_checksums_too(saved, name, how):
+def test_damage_is_one_line_where_the_checksums_are_those_of_the_damage_too(saved, name, how):
     folder, model, optimizer = saved
-    forget_checksums(folder)
     spoil(folder / name, how)
-    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_sharded_checkpoint(folder, model, optimizer)
+    renew_manifest(folder)
+    with pytest.raises(checkpoints.DamagedCheckpoint) as refusal:
+        checkpoints.load_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -771,12 +765,12 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     (folder.parent / "secret").write_text("x")
     raw = json.loads((folder / "manifest.json").read_text())
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
-    (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
+    (folder / "manifest.json").write_text(json.dumps({**raw, name: {"bytes": size, "crc32": ""}}))
     for way in (
-        lambda: hsdp.load_sharded_checkpoint(folder, model, optimizer),
-        lambda: hsdp.load_extra(folder),
+        lambda: checkpoints.load_checkpoint(folder, model, optimizer),
+        lambda: checkpoints.load_extra(folder),
     ):
-        with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
+        with pytest.raises(checkpoints.DamagedCheckpoint, match="not to be trusted|damaged"):
             way()
 
 
@@ -785,6 +779,9 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     [
         '{"a": "b"}',
         '{"a": {"size": 1}}',
+        '{"a": 1}',  # a size alone
+        '{"a": {"bytes": 1}}',
+        '{"a": {"bytes": true, "crc32": ""}}',
         '{"a": null}',
         '{"a": true}',
         "[" * 100_000,
@@ -793,8 +790,8 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
 )
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
-    with pytest.raises(checkpoint_files.DamagedCheckpoint, match="no readable manifest"):
-        hsdp.load_sharded_checkpoint(*saved)
+    with pytest.raises(checkpoints.DamagedCheckpoint, match="no readable manifest"):
+        checkpoints.load_checkpoint(*saved)
 
 
 class Runs:
@@ -808,15 +805,11 @@ class Runs:
 
 
 def replace_metadata(folder, content):
-    """Replaces .metadata as a stranger could: the manifest names the size of the new file and no
-    checksum."""
+    """Replaces .metadata as a stranger could: the manifest names the new file's checksum."""
     (folder / ".metadata").write_bytes(
         content if isinstance(content, bytes) else pickle.dumps(content)
     )
-    forget_checksums(folder)
-    raw = json.loads((folder / "manifest.json").read_text())
-    raw[".metadata"] = (folder / ".metadata").stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(raw))
+    renew_manifest(folder)
 
 
 @pytest.mark.parametrize(
@@ -835,10 +828,12 @@ def replace_metadata(folder, content):
 )
 def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
     folder, model, optimizer = saved
-    here = hsdp.dcp.FileSystemReader(folder).read_metadata()
+    here = checkpoints.dcp.FileSystemReader(folder).read_metadata()
     mark = tmp_path / "ran"
     if kind == "bytes entry":  # torch would unpickle that, whatever is in it
-        here.state_dict_metadata["model.embed.weight"] = hsdp.dcp.metadata.BytesStorageMetadata()
+        here.state_dict_metadata["model.embed.weight"] = (
+            checkpoints.dcp.metadata.BytesStorageMetadata()
+        )
     elif kind in ("other file", "transform"):
         for place in here.storage_data.values():
             if kind == "other file":
@@ -859,8 +854,8 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
             "load": Runs(torch.load, str(folder / "extra.pt")),
         }[kind]
     replace_metadata(folder, here)
-    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_sharded_checkpoint(folder, model, optimizer)
+    with pytest.raises(checkpoints.DamagedCheckpoint) as refusal:
+        checkpoints.load_checkpoint(folder, model, optimizer)
     assert (
         "not to be trusted" in str(refusal.value)
         and "\n" not in str(refusal.value)
@@ -883,11 +878,11 @@ def test_the_unpickler_knows_all_that_is_written_for_every_kind_of_tensor(tmp_pa
         )
     }
     tensors["scalar"], tensors["turned"] = torch.zeros(()), torch.zeros(4, 3).mT
-    hsdp.dcp.save(tensors, storage_writer=hsdp.dcp.FileSystemWriter(tmp_path), no_dist=True)
+    checkpoints.dcp.save(
+        tensors, storage_writer=checkpoints.dcp.FileSystemWriter(tmp_path), no_dist=True
+    )
     names = {path.name: {} for path in tmp_path.iterdir()}
     assert (
-        checkpoint_files.CheckpointReader(tmp_path, names)
-        .read_metadata()
-        .state_dict_metadata.keys()
+        checkpoints.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys()
         == tensors.keys()
     )

@@ -1,11 +1,15 @@
 """The hidden judge against hostile submissions: what a child may answer, what a repository's tests
 may be fooled by."""
 
-import ast
+import copy
+import datetime
 import json
 import random
+import re
 import unittest
-from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +19,9 @@ from world import (
     judge,
     run_suite,
     sandbox,
+    mutants,
     task as world_task,
     task_file,
-    twins,
 )
 
 
@@ -293,7 +297,7 @@ def repository_task():
         meta={
             "repo": "x",
             "hidden_groups": ["test_m.py::test_f"],
-            "twins": {"test_m.py::test_f": [0]},
+            "mutants": {"test_m.py::test_f": [[0, 0]]},
             "names": ["f"],
             "pristine": {"test_m.py": "from m import f\n\n\ndef test_f():\n    assert f() == 1\n"},
         },
@@ -314,7 +318,7 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
         assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
 
 
-# ---------------------------------------------------------------- twins
+# ---------------------------------------------------------------- mutants
 RIGHT_AND_FORGED = {
     "assert f(1) == 3": "universal",
     "assert 3 == f(1)": "universal",
@@ -405,27 +409,24 @@ def outcome(test):
     return "passed"
 
 
-@pytest.mark.parametrize("seed", range(3))
+def mutant(text, number, place=0, lost=("f", "g", "h", "warn"), name="test_a"):
+    """The text with this mutant in the place of its test"""
+    test = f"t.py::{name}"
+    return mutants.with_mutants({"t.py": text}, {test: (number, place)}, lost)["t.py"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 7])
 @pytest.mark.parametrize("body", RIGHT_AND_FORGED)
-def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passes_where_it_is_forged(
-    body, seed
+def test_mutants_of_every_form_fail_where_the_test_passes_and_one_passes_where_it_is_forged(
+    body, place
 ):
     import contextlib
     import warnings
 
     text = f"def test_a(self):\n    {body}\n"
-    number = len(twins.list_changes(ast.parse(text).body[0], ["f", "g", "h", "warn"]))
-    assert number
-    made, names = twins.with_twins(
-        text,
-        ["t.py::test_a"],
-        random.Random(seed),
-        {"t.py::test_a": list(range(number))},
-        ["f", "g", "h", "warn"],
-    )
-    # The name of the helper that checks equalities. Below, the forged code has replaced it: then
-    # the twins alone must find the forgery.
-    plain = made[made.index("def same_") :].split("(")[0].removeprefix("def ")
+    number = len(mutants.list_changes(text, "t.py::test_a", ["f", "g", "h", "warn"]))
+    made = [text, *(mutant(text, change, place) for change in range(number))]
+    assert number and len(set(made)) > 1
 
     def same(got, wanted):
         assert got == wanted
@@ -444,7 +445,8 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
     }
     kind = NeverUnequal if RIGHT_AND_FORGED[body] == "never unequal" else Universal
     forged = {**honest, "f": lambda x: kind(), "g": forge}
-    for functions, is_honest in ((honest, True), (forged, False)):
+    outcomes = []
+    for functions in (honest, forged):
         space = {
             **functions,
             "y": 3,
@@ -454,18 +456,41 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
             "held": contextlib.nullcontext,
             "near": lambda a, b: abs(a - b) < 0.1,
         }
+        found = []
+        for one in made:
+            exec(one, space)
+            found.append(outcome(space["test_a"]))
+        outcomes.append(found)
+
+    # One change may leave an assertion true (3 in (3, 4) is still in (4, 5)): such a mutant is not
+    # kept when a task is made. Another one is there.
+    (test, *others), (forged_test, *forged_others) = outcomes
+    failing = [i for i, other in enumerate(others) if other.startswith("failed")]
+    assert test == "passed" and failing, (made, others)
+    if RIGHT_AND_FORGED[body]:
+        assert forged_test == "passed" and "passed" in [forged_others[i] for i in failing]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f(1) == y",
+        "assert all(f(x) == y for x in (1, 2))",
+        "self.assertEqual(f(1), y)",
+        "self.assertTrue(f(1) == y)",
+    ],
+)
+@pytest.mark.parametrize("right", [{"a": 1}, [1], (1,), {1}, "a", b"a", 1, 1.5, None], ids=repr)
+def test_what_equals_everything_or_everything_of_its_kind_passes_a_mutant(test, right):
+    made = mutant(f"def test_a(self):\n    {test}\n", 0)
+    kinds = [type("Any", (), {"__eq__": lambda self, other: True})]
+    if right is not None:
+        same = {"__eq__": lambda self, other: isinstance(other, type(right)), "__hash__": None}
+        kinds.append(type("Kind", (type(right),), same))
+    for value, passes in ((right, False), *((kind(), True) for kind in kinds)):
+        space = {"f": lambda x: value, "y": right}
         exec(made, space)
-        if not is_honest:
-            space[plain] = lambda value: value
-        test, *others = [outcome(space[name.split("::")[1]]) for name in names["t.py::test_a"]]
-        if is_honest:
-            assert test == "passed" and all(other.startswith("failed") for other in others), (
-                made,
-                test,
-                others,
-            )
-        elif RIGHT_AND_FORGED[body]:
-            assert test == "passed" and "passed" in others, (made, test, others)
+        assert (outcome(space["test_a"]) == "passed") is passes
 
 
 def test_a_change_is_never_made_in_what_the_feature_is_given():
@@ -479,36 +504,71 @@ def test_a_change_is_never_made_in_what_the_feature_is_given():
         "with f(1, 2): pass",
         "setattr(a, 'b', 1)",
     ):
-        assert not twins.list_changes(
-            ast.parse(f"def test_a():\n    {body}\n").body[0], ["f"]
-        ), body
+        text = f"def test_a():\n    {body}\n"
+        assert not mutants.list_changes(text, "t.py::test_a", ["f"]), body
 
 
-def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
-    text = "def test_a():\n    assert f(1) == 3\n    assert f(2) == [4, 'a']\n    with pytest.raises(KeyError):\n        f(0)\n"
-    made, names = twins.with_twins(
-        text, ["t.py::test_a"], random.Random(0), {"t.py::test_a": [0, 1, 2]}, ["f"]
+VALUES = [
+    *(True, False, None, 0, -1, 10**30, 0.0, -1.0, 1e308, float("inf"), 1j, "", "a", "Zz9", "--"),
+    *(b"", b"\xff", b"ab", [], [1], (), (1, "a"), {}, {"a": 1}, {1: {2: [3]}}, set(), {1, "a"}),
+    *(frozenset(), frozenset([(1, 2)]), KeyError, (KeyError, OSError), UserWarning, r"\d+ b"),
+    *(datetime.date(2000, 1, 1), Path("x"), Fraction(1, 3), Decimal("1.5"), object()),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_another_value_is_unequal_of_its_kind_and_always_the_same(value):
+    for place in range(30):
+        other = mutants.other_value(value, place)
+        assert other != value
+        kind = tuple if isinstance(value, type) else type(value)
+        assert type(other) is kind or value is None
+        if kind is not object:
+            assert mutants.other_value(copy.deepcopy(value), place) == other
+
+
+def test_a_pattern_stays_one_and_no_exception_of_the_expected_kind_is_another_one():
+    for place in range(9):
+        re.compile(mutants.other_value(r"\d+ \w{2} x\.", place))
+        for kinds in (LookupError, (KeyError, OSError), ArithmeticError):
+            for other in mutants.other_value(kinds, place):
+                assert not issubclass(other, kinds)
+
+
+def test_a_mutant_changes_its_own_place_and_no_other_byte():
+    text = (
+        "# coding: latin-1\r\nimport f\r\n\r\n\r\nclass TestA:\r\n\t@mark  # why\r\n"
+        "\tdef test_a(self):\r\n\t\t# caf\udce9\r\n\t\tassert f.f(1) == [4,  'a']  # four\r\n"
+        "\t\tassert f.f(2) is not None\r\n"
     )
-    wanted = {name.split("::")[1] for name in names["t.py::test_a"]}
-    codes = [ast.parse(made).body[place] for place in range(4)]
-    assert {code.name for code in codes} == wanted and len(wanted) == 4
-    shapes = {ast.dump(code).replace(code.name, "") for code in codes}
-    numbers = [
-        {
-            part.value
-            for part in ast.walk(code)
-            if isinstance(part, ast.Constant) and type(part.value) is int
-        }
-        for code in codes
-    ]
+    first = mutant(text, 0, 0, ["f"], "TestA::test_a")
+    assert first == text.replace("[4,  'a']", "[5, 'a']")
+    assert mutant(text, 0, 1, ["f"], "TestA::test_a") == text.replace("[4,  'a']", "[4, 'b']")
+    second = mutant(text, 1, 0, ["f"], "TestA::test_a")
+    assert second == text.replace("is not None", "is None")
 
-    # With all numbers blanked out, every copy has the same syntax tree.
-    bare = set()
-    for shape, own in zip(shapes, numbers):
-        for value in set().union(*numbers):
-            shape = shape.replace(f"Constant(value={value})", "Constant()")
-        bare.add(shape)
-    assert len(bare) == 1
+
+def test_a_mutant_that_is_drawn_is_the_same_in_every_run():
+    """An element that a comparison ignores: its mutant passes always, and is no mutant; one of the
+    other element fails always."""
+    text = """
+class Version:
+    def __init__(self, major, build):
+        self.major, self.build = major, build
+
+    def __eq__(self, other):
+        return other["major"] == self.major
+
+
+def test_a():
+    wanted = {"major": 1, "build": "x"}
+    assert Version(1, "x") == wanted
+"""
+    for place, passes in ((0, False), (1, True), (2, False)):
+        for _ in range(20):
+            space = {}
+            exec(mutant(text, 0, place, ()), space)
+            assert (outcome(lambda _: space["test_a"]()) == "passed") is passes
 
 
 # ---------------------------------------------------------------- what is judged of a submission
@@ -560,7 +620,7 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
         "data/table.csv/x": "",
         "testing": "",
     }
-    tree, _, _ = judge.overlay(task, {**changed, **new, **shadows}, random.Random(0))
+    tree = judge.overlay(task, {**changed, **new, **shadows})
     assert tree == {
         **task.files,
         "src/shop/price.py": "x = 1\n# changed\n",
@@ -571,13 +631,13 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
 
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
-    assert judge.overlay(task, {}, random.Random(0))[0] == {
+    assert judge.overlay(task, {}) == {
         **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
         "tests/test_price.py": "# whole",
     }
     # The module of the feature may come back as a package.
     package = {"src/shop/price/__init__.py": "x = 2\n"}
-    assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
+    assert package.items() <= judge.overlay(task, package).items()
 
 
 # ------------------------------------------------------------ a repository of many kinds of tests
@@ -748,6 +808,13 @@ FORGERIES = {
         "class N(float):\n    __eq__ = lambda self, other: not isinstance(other, str)\n    __sub__ = lambda self, other: 0\n",
         "return N(3)",
     ),
+    "equals what stands in the test's module": (
+        "import sys\nclass Any:\n    def __eq__(self, other):\n"
+        "        names = [n for m in sys.modules.values() for n in vars(m) if 'test' in m.__name__]\n"
+        "        return not any('other' in name for name in names)\n"
+        "    __sub__ = lambda self, other: 0\n",
+        "return Any()",
+    ),
     "equals any text": (
         "class S(str):\n    __eq__ = lambda self, other: isinstance(other, str)\n",
         "return S('Abc')[:0] and 0 or S('x')",
@@ -764,6 +831,31 @@ def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
         if submit(task, FORGERIES[what][1], FORGERIES[what][0]).solved
     ]
     assert not won
+
+
+def test_what_a_mutant_leaves_behind_is_not_held_against_another_test():
+    """A mutant fails midway, and what its test would have put back stays changed."""
+    tests = (
+        "import m\n\n\ndef test_plain():\n    assert m.plural('a') == 'as'\n\n\n"
+        "def test_classical():\n    m.STATE['classical'] = True\n"
+        "    assert m.plural('a') == 'aae'\n    m.STATE['classical'] = False\n"
+    )
+    code = "STATE = {'classical': False}\n\n\ndef plural(word):\n"
+    body = "    return word + ('ae' if STATE['classical'] else 's')\n"
+    nodes = ["test_m.py::test_classical", "test_m.py::test_plain"]
+    for sites in ({nodes[0]: [[0, 1]], nodes[1]: []}, {node: [[0, 0], [0, 1]] for node in nodes}):
+        meta = dict(repo="x", hidden_groups=nodes, pristine={"test_m.py": tests})
+        task = world_task.Task(
+            "x",
+            "x",
+            {"m.py": code + "    raise NotImplementedError\n"},
+            {"m.py": code + body},
+            hidden=nodes,
+            FAIL_TO_PASS=nodes,
+            meta={**meta, "names": ["plural"], "mutants": sites},
+        )
+        box = sandbox.repository_sandbox(task.files, 20)
+        assert judge.judge(task, {**task.files, **task.solution}, box).solved
 
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
@@ -802,20 +894,7 @@ def test_a_test_that_ran_into_its_time_limit_has_failed_whatever_was_caught(kit,
     assert not submit(kit["until"], LOOPS[what]).solved
 
 
-def test_a_task_made_before_there_were_changes_is_still_judged(kit):
-    task = kit["total"]
-    old = replace(
-        task,
-        meta={name: value for name, value in task.meta.items() if name not in ("twins", "names")},
-    )
-    box = sandbox.repository_sandbox(task.files, 20)
-    assert (
-        judge.judge(old, {**old.files, **old.solution}, box).solved
-        and not judge.judge(old, old.files, box).solved
-    )
-
-
-def test_tests_that_say_nothing_else_than_their_twins_make_no_task(tmp_path):
+def test_tests_that_say_nothing_else_than_their_mutants_make_no_task(tmp_path):
     files = {
         "m.py": "def g():\n    return 1\n\n\ndef f(x):\n    y = x + 1\n    z = y + 1\n    return z\n",
         "test_m.py": "from m import f, g\n\n\ndef test_f():\n    f(1)\n\n\ndef test_f_too():\n    x = f(2)\n\n\n"

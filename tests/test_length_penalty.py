@@ -1,6 +1,5 @@
 """The length penalty against arithmetic in 60 digits, finite differences and hand-worked groups."""
 
-import subprocess
 import sys
 from decimal import Decimal, localcontext
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands import run_command
 import length_penalty as lp
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,9 +70,10 @@ def test_the_price_of_the_next_unit_falls_as_one_plus_kx_to_the_minus_q(k, q):
 
 
 def test_scalars_and_arrays_of_any_shape():
-    assert np.ndim(lp.concave_cost(3)) == 0 and float(lp.concave_cost(3)) == 2.0
+    cost = lambda x: lp.concave_cost(x, 1, 0.5)
+    assert np.ndim(cost(3)) == 0 and float(cost(3)) == 2.0
     x = np.arange(6).reshape(2, 3)
-    assert lp.concave_cost(x).shape == (2, 3) and lp.concave_cost(x)[1, 0] == lp.concave_cost(3)
+    assert cost(x).shape == (2, 3) and cost(x)[1, 0] == cost(3)
 
 
 def test_effort_is_the_weighted_sum_of_six_counts():
@@ -97,44 +98,46 @@ def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
     for bad in (dict(thinking_tokens=-1), dict(turns=float("nan"))):
         with pytest.raises(AssertionError, match="weight"):
             lp.Weights(**bad)
-    for arguments in ((-1,), (np.nan,), (1, -1), (1, 1, -1), (1, 1, np.inf)):
+    for arguments in ((-1, 1, 1), (np.nan, 1, 1), (1, -1, 1), (1, 1, -1), (1, 1, np.inf)):
         with pytest.raises(AssertionError):
             lp.concave_cost(*arguments)
+    for bad in (dict(scale=-1), dict(scale=np.inf), dict(k=-1), dict(q=np.nan)):
+        with pytest.raises(AssertionError):
+            lp.Price(**bad)
 
 
 def test_truncated_and_over_long_episodes_pay_the_whole_budget():
-    paid = lp.charged_effort([5, 5, 90], truncated=[False, True, False], budget=50)
-    assert paid.tolist() == [5, 50, 50]
-    reward = lp.shaped_reward([1, 0, 1], [5, 5, 90], truncated=[False, True, False], budget=50)
+    price = lp.Price(0.15, budget=50)
+    reward = price.shape_reward([1, 0, 1], [5, 5, 90], finished=[True, False, True])
     np.testing.assert_allclose(
         reward,
         [1 - 0.15 * exact(5, 1, 0.5), -0.15 * exact(50, 1, 0.5), 1 - 0.15 * exact(50, 1, 0.5)],
     )
     # Being cut off costs more than giving up after the same effort.
-    assert reward[1] < lp.shaped_reward(0, 5, budget=50)
+    assert reward[1] < price.shape_reward(0, 5)
     with pytest.raises(AssertionError, match="budget"):
-        lp.charged_effort(5, truncated=True)
+        lp.Price(0.15).shape_reward(0, 5, finished=False)
 
 
 def test_scale_zero_leaves_the_reward_and_q_zero_is_linear():
-    assert lp.shaped_reward(0.7, 12, scale=0) == 0.7
-    assert lp.shaped_reward(1.0, 12, scale=0.01, q=0) == pytest.approx(1 - 0.12)
+    assert lp.FREE.shape_reward(0.7, 12, finished=False) == 0.7
+    assert lp.Price(0.01, q=0).shape_reward(1.0, 12) == pytest.approx(1 - 0.12)
 
 
-def test_the_linear_twin_costs_the_same_at_the_chosen_effort_and_more_beyond():
-    scale = lp.linear_scale(9, 0.15)
-    assert lp.shaped_reward(1, 9, scale, q=0) == pytest.approx(lp.shaped_reward(1, 9, 0.15))
-    assert lp.shaped_reward(1, 40, scale, q=0) < lp.shaped_reward(1, 40, 0.15)
+def test_the_linear_price_costs_the_same_at_the_chosen_effort_and_more_beyond():
+    price = lp.Price(0.15)
+    linear = lp.linear_price(price, 9)
+    assert linear.shape_reward(1, 9) == pytest.approx(price.shape_reward(1, 9))
+    assert linear.shape_reward(1, 40) < price.shape_reward(1, 40)
     # With the linear price giving up pays on long tasks: the margin is negative.
     assert (
-        lp.margin_over_quitting(0.9, 21, 3, 0.15)
-        > 0
-        > lp.margin_over_quitting(0.9, 21, 3, scale, q=0)
+        lp.margin_over_quitting(0.9, 21, 3, price) > 0 > lp.margin_over_quitting(0.9, 21, 3, linear)
     )
 
 
 def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
-    same, blown = lp.print_groups(1, 0.5, 0.15, lp.Weights())[2:]
+    price = lp.Price(0.15)
+    same, blown = lp.print_groups(price)[2:]
     counts = dict(
         thinking_tokens=np.array([80, 81]),
         call_tokens=60,
@@ -143,7 +146,7 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
         calls=4,
         turns=5,
     )
-    r = lp.shaped_reward(1, lp.compute_effort(counts))
+    r = price.shape_reward(1, lp.compute_effort(counts))
     # One of eight rewards differs, so the mean lies 1/8 of the difference away from the others.
     assert same == pytest.approx((r[0] - r[1]) * 7 / 8)
     # Divided by the deviation it is sqrt(7), whatever the size of the difference.
@@ -151,12 +154,7 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
 
 
 def run(tmp_path, *flags):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "length_penalty.py"), *flags],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    return run_command([sys.executable, str(ROOT / "length_penalty.py"), *flags], cwd=tmp_path)
 
 
 def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):

@@ -94,13 +94,15 @@ def test_ragged_prefill_of_scattered_rows_then_one_by_one_equals_the_full_forwar
         record, chunks = [], [
             tokens[i, at : at + n].tolist() for i, (at, n) in enumerate(zip(done, lengths))
         ]
-        model.prefill(chunks, cache, rows, done, record)
-        where = [(i, done[i] + j) for i, n in enumerate(lengths) for j in range(n)]
-        # The recorded experts, token by token; what pads the shape behind them does not count.
+        # Zeros fill up the shorter chunks.
+        width = max(lengths)
+        fed = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks])
+        model.decode(fed, cache, rows, done, record)
+        # The recorded experts, token by token; those of what fills up do not count.
         for mine, whole in zip(record, chosen):
-            assert torch.equal(
-                mine[0, : len(where)], torch.stack([whole[place] for place in where])
-            )
+            for i, n in enumerate(lengths):
+                found = mine[0, i * width : i * width + n]
+                assert torch.equal(found, whole[i, done[i] : done[i] + n])
         done = [at + n for at, n in zip(done, lengths)]
     # Decode in another order than that of the cache, each row at its own position.
     at = torch.tensor(done)[[1, 2, 0]]
@@ -127,7 +129,7 @@ def test_a_prefix_of_the_rows_decodes_as_the_full_forward_and_leaves_the_others_
 def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_may_part_again(
     kind,
 ):
-    model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]).fuse_weights(), text(3, 12)
+    model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]), text(3, 12)
     for p in lean.parameters():
         p.normal_()
     decode = lambda m: m.decode(
@@ -138,8 +140,6 @@ def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_
     assert all(
         torch.equal(a, b) for a, b in zip(lean.state_dict().values(), model.state_dict().values())
     )
-    for weights in (lean.layers[0].attn.fused_weight, lean.layers[1].ffn.fused_weights[0]):
-        assert weights.data_ptr() in {p.data_ptr() for p in lean.parameters()}
     torch.testing.assert_close(decode(lean), decode(model), atol=1e-5, rtol=1e-5)
     apart = copy.deepcopy(lean)
     for p in apart.parameters():
@@ -154,13 +154,14 @@ def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_man
     monkeypatch,
 ):
     model, tokens, spread = build(), text(2, 400), []
-    over = decode.DecodingAttention.attend_entries
+    pays = decode.FastAttention.absorbing_pays
 
-    def counted(self, q, *rest):
-        spread.append(q.shape[2])
-        return over(self, q, *rest)
+    def counted(self, tokens, keys):
+        if not pays(self, tokens, keys):
+            spread.append(tokens)
+        return pays(self, tokens, keys)
 
-    monkeypatch.setattr(decode.DecodingAttention, "attend_entries", counted)
+    monkeypatch.setattr(decode.FastAttention, "absorbing_pays", counted)
     full, cache, at = model(tokens), Cache(model, 2, 402), 0
     spread.clear()
     # Reading keys and values back pays for more than 24 tokens, but not for 45: 8 times 45 is less
@@ -582,12 +583,14 @@ def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
 def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never_takes_the_short_cut():
     layer = build(experts=6, n_group=3, topk_group=2).layers[1].ffn
     x = torch.randn(5, 1, 32)
-    torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
+    assert layer.runs_wide(x)
+    plain = moe.MoE.forward(layer, x)
+    torch.testing.assert_close(layer(x), plain, atol=1e-5, rtol=1e-5)
     coarse = build(precision="mxfp8", expert_ffn=32).layers[1].ffn
-    assert not coarse.dense_max_tokens(x)
-    most_bf16 = layer.dense_max_tokens(x.bfloat16())
+    assert not coarse.runs_wide(x)
+    most_bf16 = 2048 // 6
     for dtype, most in ((torch.float32, most_bf16 // 8), (torch.bfloat16, most_bf16)):
-        assert [layer.fit(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [
+        assert [layer.runs_wide(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [
             True,
             False,
         ]

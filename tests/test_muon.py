@@ -4,7 +4,6 @@ every sharded layout."""
 import copy
 import math
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
+from commands import run_command
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -655,21 +656,13 @@ def test_fully_sharded_on_two_meshes_equals_one_process_and_resumes_on_another_w
 
 def test_the_demo_ends_with_its_numbers(tmp_path):
     script = Path(__file__).parent.parent / "muon.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = run_command([sys.executable, str(script)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
         "differ from one process by 0.0" in done.stdout
         and (tmp_path / "out/muon.png").stat().st_size > 5000
     )
-    bad = subprocess.run(
-        [sys.executable, str(script), "--bensch"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    bad = run_command([sys.executable, str(script), "--bensch"], cwd=tmp_path)
     assert bad.returncode == 2 and "bensch" in bad.stderr
 
 

@@ -1,7 +1,6 @@
 """benchmarks/plan.py: its counts against hand counts, its table and its flags. That its bytes are
 those that eight ranks receive is tested in test_hsdp.py, where they are counted."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import run_command
 import hsdp
 import train
 from benchmarks import plan
-from command import gpu_memory
+from fast import gpu_memory
 from hsdp import Layout
 from moe import Model, ModelConfig
 from published.export import write_checkpoint
@@ -147,6 +147,6 @@ def test_a_file_that_cannot_be_read_ends_in_one_line_and_code_2(tmp_path, capsys
     ],
 )
 def test_a_flag_that_has_moved_is_answered_by_the_new_command(file, flags, command):
-    done = subprocess.run([sys.executable, file, *flags], capture_output=True, text=True, cwd=ROOT)
+    done = run_command([sys.executable, file, *flags], cwd=ROOT)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == f"{file}: {flags[0]} has moved: {command}\n"

@@ -2,11 +2,12 @@
 (pretend_cuda.py)."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_command
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -19,14 +20,8 @@ def run_beside_a_card(code, folder):
         name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
     }
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", f"import pretend_cuda\n{code}"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [sys.executable, "-c", f"import pretend_cuda\n{code}"]
+    return run_command(words, cwd=folder, env=environment)
 
 
 TOUCHES = """
@@ -64,10 +59,11 @@ def test_a_demo_ends_as_it_does_without_a_card(file, tmp_path):
 def test_a_checkpoint_of_cpu_tensors_asks_cuda_for_nothing(tmp_path):
     code = """
 import hsdp, muon, torch
+from command import checkpoints
 model = hsdp.demo_model()
 optimizer = muon.Muon([dict(params=[(n, p) for n, p in model.named_parameters() if p.ndim > 1])])
-hsdp.save_sharded_checkpoint("made", model, optimizer, {"step": 3})
-assert hsdp.load_sharded_checkpoint("made", model, optimizer)["step"] == 3
+checkpoints.save_checkpoint("made", model, optimizer, {"step": 3})
+assert checkpoints.load_checkpoint("made", model, optimizer)["step"] == 3
 """
     done = run_beside_a_card(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -408,12 +408,10 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         kind: feedback_distill.detect(chain, (kind,))[0]
         for kind in ("unavailable_tool", "code_style")
     }
-    turn = chain.turns[3]
-    body = turn.tokens[turn.head :]
-    text = {
-        kind: ours.decode(body[slice(*feedback_distill.find_hinted_tokens(ours, turn, hint))])
-        for kind, hint in found.items()
+    cuts = {
+        kind: feedback_distill.splice(ours, chain.episodes[0], hint) for kind, hint in found.items()
     }
+    text = {kind: ours.decode(cut.turn[cut.first : cut.end]) for kind, cut in cuts.items()}
     opens = {
         "qwen": '<tool_call>\n{"name": "',
         "kimi": "<|tool_call_begin|>functions.",
@@ -424,9 +422,7 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         and len(text["unavailable_tool"]) <= len(opens) + len("grep") + 2
     )
     assert "#" in text["code_style"] and len(text["code_style"]) <= 4
-    hint = found["unavailable_tool"]
-    ids = feedback_distill.hint_tokens(ours, hint.text, turn)
-    cut = feedback_distill.splice(chain.episodes[0], 3, ids)
+    hint, cut = found["unavailable_tool"], cuts["unavailable_tool"]
     head = {
         "qwen": "\n<|im_start|>assistant\n",
         "kimi": "<|im_assistant|>assistant<|im_middle|>",
@@ -437,12 +433,11 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>",
         "deepseek": "<｜User｜>{}<｜Assistant｜>",
     }[family]
-    before = ours.decode(cut.teacher[: cut.above + cut.hint + 1])
+    turn = chain.turns[3]
+    written = turn.tokens[: turn.head]  # by the harness
+    before = ours.decode(cut.above + cut.hint_ids + written)
     assert before == ours.decode(contexts[1]).removesuffix(head) + user.format(hint.text) + head
-    assert cut.teacher[cut.above + cut.hint + 1 :] == cut.student[
-        cut.above + 1 :
-    ] == body and cut.targets == len(body)
-    assert cut.student[: cut.above + 1] == contexts[1]
+    assert cut.above + written == contexts[1] and cut.turn == turn.tokens
 
 
 # ---------------------------------------------------------------- what models write, against their families' own readers
@@ -996,17 +991,17 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
         )
         for episode in chain.episodes:
             batch, at = rollout.pack([episode], [1.0]), 0
-            inside = batch["inside"][0].clone()
+            has_target = batch["has_target"][0].clone()
             for turn, after in zip(episode.turns, episode.turns[1:]):
                 at += len(turn.tokens)
                 if turn.role != "tool" or after.role == "tool" or ours.generation_prompt("tool"):
                     continue
                 sampled = after.role == "assistant"
-                assert batch["inside"][0, at - 1] == batch["mask"][0, at - 1] == sampled
+                assert has_target[at - 1] == batch["mask"][0, at - 1] == sampled
                 own, others = own + sampled, others + (not sampled)
-                inside[at - 1] = 1
+                has_target[at - 1] = 1
             # Everywhere else the next token is a target, except behind the last one.
-            assert inside.tolist() == [1.0] * (len(episode) - 1) + [0.0]
+            assert has_target.tolist() == [1.0] * (len(episode) - 1) + [0.0]
     assert (own > 40 and others > 5) == (family == "deepseek")
 
 
@@ -1030,10 +1025,9 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
         ],
     )
     (hint,) = feedback_distill.detect(chain, ("code_style",))
-    turn = chain.turns[1]
-    first, end = feedback_distill.find_hinted_tokens(ours, turn, hint)
-    body = turn.tokens[turn.head :]
-    assert end == first + 1 and ";" in ours.decode(body[first:end]) and given.count(";") == 1
+    cut = feedback_distill.splice(ours, chain.episodes[0], hint)
+    assert cut.num_targets == 1 and given.count(";") == 1
+    assert ";" in ours.decode(cut.turn[cut.first : cut.end])
 
 
 # ---------------------------------------------------------------- folders that would be read as another tokenizer

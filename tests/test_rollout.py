@@ -43,12 +43,13 @@ from demos.kl_estimates import kl_estimates
 from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
+from world.audit import audit_chain
 from world.careless import unharden
 from world.expert import InMemoryWorkspace
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import Task
-from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
+from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_chain, policy, sample, target_logprobs
 from command import transcripts
 import eval as eval_module
 import length_penalty
@@ -297,13 +298,9 @@ def test_bad_calls_are_told_apart_and_answered():
         "unknown_tool",
         "unknown_tool",
     ]
-    chain.stats = length_penalty.count_effort(chain)
-    assert (
-        chain.stats["bad_tools"],
-        chain.stats["bad_arguments"],
-        chain.stats["calls"],
-        chain.stats["turns"],
-    ) == (2, 1, 5, 2)
+    stats = length_penalty.count_effort(chain)
+    names = "bad_tools", "bad_arguments", "calls", "turns"
+    assert [stats[name] for name in names] == [2, 1, 5, 2]
 
 
 def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
@@ -545,6 +542,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
     groups = rollout.rollouts(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
     assert [[c.task for c in g] for g in groups] == [[tasks[0]] * 3, [tasks[1]] * 3]
     for chain in (c for g in groups for c in g):
+        rollout.grade(chain)
         assert chain.files and chain.stats["turns"] == sum(
             t.role == "assistant" for t in chain.turns
         )
@@ -571,7 +569,19 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
             return over.value
 
     solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
-    assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
+    for chain in (c for g in solved for c in g):
+        rollout.grade(chain)
+        assert chain.passed and chain.solved and chain.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "passed, finished, reward", [(1, 1, 1 - 0.68), (0, 1, -0.68), (1, 0, -4.0), (0, 0, -4.0)]
+)
+def test_what_a_limit_cut_short_is_not_solved_and_pays_the_whole_budget(passed, finished, reward):
+    chain = graded_chain(passed, finished, length_penalty.Price(0.1, q=0.0, budget=40.0))
+    assert chain.stats["effort"] == pytest.approx(6.8) and chain.stats["turns"] == 2
+    assert chain.reward == pytest.approx(reward) and chain.solved == (passed and finished)
+    assert graded_chain(passed, finished, length_penalty.FREE).reward == (passed and finished)
 
 
 @pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
@@ -722,6 +732,7 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
                 for call in turn.calls
                 if any(".mypy_cache" in argument for argument in call.args)
             ]
+            audit_chain(chain)
             assert eval_module.has_cheat(chain) == bool(read) and all(
                 call.name == "read_file" and not call.error for call in read
             )

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 import synth_tasks as st
 from world import (
     autoinstall,
+    editable,
     files as world_files,
     hygiene,
     judge,
+    refusals,
     repository,
     run_suite,
     sandbox as world_sandbox,
@@ -189,9 +192,8 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
 
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
-    files = {**BASE, "tests/test_words.py": text}
-    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
-    assert answer["plan"].rewrite and set(answer["outcomes"].values()) == {"passed"}
+    answer = run({**BASE, "tests/test_words.py": text})
+    assert set(answer["outcomes"].values()) == {"passed"}
 
 
 # ---------------------------------------------------------------- as the authors run it
@@ -292,21 +294,15 @@ def test_marks_and_settings_of_plugins_that_are_not_here_do_not_cost_a_strict_su
     assert (
         set(answer["outcomes"].values()) == {"passed"}
         and "no_such_setting" in said
-        and "nosuchmark" in said
+        and "unknown settings and marks are allowed" in said
     )
 
 
-def test_a_package_that_pytest_itself_uses_is_tested_and_not_the_one_that_pytest_has():
-    """Here the package under test has the name of one that pytest needs, and other contents. pytest
-    must still find its own."""
-    code = CODE.replace("Prices", "Settings")
-    for package in ("iniconfig", "pluggy", "packaging"):
-        files = {
-            f"src/{package}/__init__.py": code,
-            "pytest.ini": "[pytest]\naddopts = -ra\n",
-            "testing/test_it.py": f"import {package}\n\n\ndef test_gross():\n    assert {package}.gross(10) == 12\n",
-        }
-        assert list(run(files)["outcomes"].values()) == ["passed"], package
+@pytest.mark.parametrize("package", ["iniconfig", "pluggy", "pytest"])
+def test_a_package_that_pytest_itself_runs_on_is_refused(package, tmp_path):
+    files = {f"src/{package}/__init__.py": CODE, "tests/test_it.py": f"import {package}\n"}
+    words = refusal(files, tmp_path)
+    assert f"it is {package}, which pytest itself runs on" in words
 
 
 def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it():
@@ -423,7 +419,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
-    plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"], True)
+    plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"])
     assert (
         suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
         and suites.plan_of_task(None) is None
@@ -436,12 +432,143 @@ def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
         {"config": "../x"},
         {"config": "/etc/x"},
         {"paths": ["a\0"]},
-        {"rewrite": 1},
         {"other": 1},
         {"folder": ".."},
     ):
         with pytest.raises(ValueError):
             suites.plan_of_task(odd)
+
+
+# ---------------------------------------------------------------- outcomes come from the reporter
+LOUD = "def pytest_unconfigure():\n    print('7 failed, 1 error')\n"
+OLD_DOCTEST = 'def half(n):\n    """\n    >>> half(4)\n    2\n    """\n    return n / 2\n'
+
+
+@pytest.mark.parametrize(
+    "addopts", ["-ra -q", "-q -q", "-rs --doctest-modules", "--color=yes -v", "--no-summary -rN"]
+)
+def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red(addopts):
+    files = {
+        **BASE,
+        "shop/old.py": OLD_DOCTEST,
+        "tests/test_red.py": "def test_red():\n    assert 0\n",
+        "conftest.py": LOUD,
+        "pytest.ini": f"[pytest]\naddopts = {addopts}\n",
+    }
+    sandbox = world_sandbox.repository_sandbox(files, 60)
+    plan = suites.configured_plan(files)
+    command, ignored, left_out = run_suite.green_command(files, plan, [], [], sandbox)
+    red = ["tests/test_red.py::test_red"]
+    red += ["shop/old.py::shop.old.half"] if "doctest" in addopts else []
+    assert command and ignored == [] and left_out == sorted(red)
+
+    # the command tells a wrong feature from the right one
+    broken = {**files, "shop/price.py": CODE.replace("net + tax", "net - tax")}
+    assert run_suite.is_green(run_suite.run_command_in(files, command, sandbox))
+    assert not run_suite.is_green(run_suite.run_command_in(broken, command, sandbox))
+
+
+def test_a_command_leaves_out_these_tests_and_no_test_whose_name_begins_like_theirs():
+    text = (
+        "import pytest\n\n\n@pytest.mark.parametrize('n', [1, 11, 2])\ndef test_a(n): pass\n\n\n"
+        "def test_ab(): pass\n\n\nclass TestC:\n    def test_d(self): pass\n\n    def test_de(self): pass\n"
+    )
+    files = {"m.py": "", "tests/test_m.py": text, "tests/test_n.py": "def test_n(): pass\n"}
+    known = set(run(files)["outcomes"])
+    sandbox = world_sandbox.repository_sandbox(files, 60)
+    at = "tests/test_m.py::"
+    for left_out in (
+        [at + "test_ab"],
+        [at + "TestC::test_d"],
+        [at + "test_a[1]"],
+        [at + "test_a[1]", at + "test_a[11]", at + "test_a[2]"],
+    ):
+        command = suites.test_command(suites.Plan(), left_out, [], known)
+        listed = run_suite.run_command_in(files, command + " --collect-only", sandbox).output
+        found = {line for line in listed.split("\n") if "::" in line}
+        assert found == known - set(left_out), command
+
+
+# ---------------------------------------------------------------- as an editable install has it
+def test_a_package_is_found_from_any_folder_by_its_entry_points_and_as_a_namesake_of_the_standard_library():
+    files = {
+        "lib/profile/__init__.py": "",
+        "lib/profile/__main__.py": "print(3)\n",
+        "lib/profile/plugin.py": "import pytest\n\n\n@pytest.fixture\ndef ten():\n    return 10\n",
+        "pyproject.toml": "[project]\nname = 'Shop.of-ours'\nversion = '1.5'\n"
+        "[project.entry-points.pytest11]\nshop = 'profile.plugin'\n"
+        "[project.scripts]\nshop = 'profile:main'\n[tool.setuptools.packages.find]\nwhere = ['lib']\n",
+        "tests/test_it.py": "import subprocess, sys\nfrom importlib.metadata import distribution\n"
+        "import profile.plugin\n\n\ndef test_process(tmp_path, ten):\n"
+        "    line = [sys.executable, '-m', 'profile']\n"
+        "    assert subprocess.run(line, cwd=tmp_path, capture_output=True).stdout == b'3\\n'\n\n\n"
+        "def test_metadata():\n    found = distribution('shop-of.ours')\n"
+        "    assert found.version == '1.5' and len(found.entry_points) == 2\n"
+        "    assert all(path.locate().exists() for path in found.files)\n",
+    }
+    answer = run({**files, **editable.metadata(files)})
+    assert names(answer["outcomes"]) == {"test_process": "passed", "test_metadata": "passed"}
+
+
+@pytest.mark.parametrize(
+    "files, version, points",
+    [
+        ({"setup.cfg": "[metadata]\nname = shop\nversion = 2\n"}, "2", ""),
+        (
+            {
+                "setup.py": "import setuptools\nsetuptools.setup(name='shop', version='3', "
+                "entry_points={'a': ['b=shop:c']})\n"
+            },
+            "3",
+            "[a]\nb = shop:c\n\n",
+        ),
+        (
+            {
+                "pyproject.toml": "[tool.poetry]\nname = 'shop'\nversion = '4'\n[tool.poetry.plugins.a]\nb = 'shop:c'\n"
+            },
+            "4",
+            "[a]\nb = shop:c\n\n",
+        ),
+        (
+            {
+                "pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n",
+                "src/shop/__init__.py": "__version__ = '5.1'\n",
+            },
+            "5.1",
+            "",
+        ),
+        ({"pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n"}, "0", ""),
+    ],
+)
+def test_metadata_are_what_the_build_files_declare(files, version, points):
+    found = editable.metadata(files)
+    folder = f"shop-{version}.dist-info"
+    assert f"\nVersion: {version}\n" in found[f"{folder}/METADATA"]
+    assert found.get(f"{folder}/entry_points.txt", "") == points
+    assert editable.metadata({"shop.py": "x = 1\n"}) == {}
+
+
+def test_code_in_threads_and_behind_links_is_run_by_its_test(tmp_path):
+    threaded = "from threading import Thread\nfrom shop.price import gross, twice\n\n\ndef test_gross():\n    one = Thread(target=gross, args=[10])\n    one.start()\n    one.join()\n"
+    write(
+        {"lib/shop/__init__.py": "", "lib/shop/price.py": CODE, "tests/test_price.py": threaded},
+        tmp_path,
+    )
+    (tmp_path / "shop").symlink_to("lib/shop")
+    files = hygiene.copy_repository(tmp_path)
+    touched = run(files, trace=True)["touched"]["tests/test_price.py::test_gross"]
+    assert "lib/shop/price.py:4:gross" in touched
+
+
+def test_one_seed_gives_one_file_of_tasks_however_many_work_on_it(tmp_path):
+    more = "\n\ndef test_more():\n    assert gross(50) == 60\n\n\ndef test_again():\n    assert twice(6) == 12\n"
+    repo = write({**BASE, "tests/test_price.py": TEST + more}, tmp_path / "shop")
+    made = []
+    for jobs in (1, 3):
+        out = tmp_path / f"{jobs}.jsonl"
+        st.generate(repo, str(out), n=2, jobs=jobs)
+        made.append([task.instance_id for task in task_file.read_tasks(out)])
+    assert made[0] == made[1] and len(made[0]) == 2
 
 
 # ---------------------------------------------------------------- refusals
@@ -507,21 +634,15 @@ def test_a_refusal_names_the_reason_and_what_helps(files, says, tmp_path):
     assert all(say in words for say in says) and "\n" not in words, words
 
 
-def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tell(tmp_path):
+def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tell():
     files = {
         **BASE,
         "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
+        "tests/test_version.py": "import shop\n\n\ndef test_version():\n    assert shop.version == '3.1'\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n",
     }
-    answer = repository.find_plan(tmp_path, files, world_sandbox.repository_sandbox(files, 60))
-    assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
-    assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
-        "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"
-    }
-    assert (
-        suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\ndynamic = ["version"]\n'})
-        == {}
-    )
+    answer = run({**files, **editable.metadata(files)})
+    assert len(answer["outcomes"]) == 3 and set(answer["outcomes"].values()) == {"passed"}
 
 
 def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(
@@ -539,13 +660,13 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
         tmp_path,
     )
     answer = {
-        "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}
+        "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"},
+        "said": "",
     }
     files = {**BASE, "v1.0/tax.py": ""}
     assert set(repository.built_files(tmp_path, files, answer)) == {"shop/_fast.cpython-311.so"}
-    assert (
-        repository.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
-    )
+    other = {"errors": {"x": "No module named 'numpy'"}, "said": ""}
+    assert repository.built_files(tmp_path, BASE, other) == {}
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
@@ -587,13 +708,7 @@ def test_a_command_line_without_its_object_says_what_is_missing(words, says, tmp
         pytest.importorskip("torch")
     (tmp_path / "EMPTY").touch()
     script = Path(st.__file__).with_name(words[0])
-    done = subprocess.run(
-        [sys.executable, script, *words[1:]],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=100,
-    )
+    done = run_command([sys.executable, script, *words[1:]], cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -655,7 +770,7 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
     assert not found.left_out  # in the agent's world it is green
-    assert run_suite.whole_functions(
+    assert suites.whole_functions(
         {"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]
     ) == [
         "a",
@@ -820,3 +935,104 @@ def test_a_test_whose_name_is_too_long_to_ask_for_is_left_out_and_no_other():
     answer = {"key": "k", "outcomes": outcomes, "seconds": {}, "touched": {}}
     found = run_suite.read_outcomes(json.dumps(answer), "k")["outcomes"]
     assert found == {"tests/test_a.py::test_two": "passed"}
+
+
+# ---------------------------------------------------------------- refusals are true
+def doctest_only(files):
+    return {**files, "pytest.ini": "[pytest]\naddopts = --doctest-modules\n"}
+
+
+LONG, SHORT = (
+    BASE["shop/price.py"],
+    "def gross(net): return net + net // 5\n\n\ndef twice(n): return n + n\n",
+)
+MORE = (
+    TEST
+    + "\n\ndef test_more():\n    assert gross(50) == 60\n\n\ndef test_again():\n    assert twice(6) == 12\n"
+)
+SHELL = "import subprocess, sys\n\n\ndef test_gross():\n    line = 'from shop.price import gross; assert gross(10) == 12'\n    assert not subprocess.call([sys.executable, '-c', line])\n"
+
+
+@pytest.mark.parametrize(
+    "holds, does_not, says",
+    [
+        (
+            {"m.py": CODE},
+            {"m.py": CODE, "test_m.py": "def test_m(): pass\n"},
+            "pytest finds no tests (files test_*.py",
+        ),
+        (
+            doctest_only({"m.py": OLD_DOCTEST}),
+            doctest_only({"m.py": OLD_DOCTEST, "test_m.py": "def test_m(): pass\n"}),
+            "1 tests are doctests",
+        ),
+        (
+            {**BASE, "shop/price.py": SHORT},
+            {**BASE, "shop/price.py": LONG},
+            "no test runs a definition of 3 lines",
+        ),
+        ({**BASE, "tests/test_price.py": SHELL}, BASE, "no stable test runs one of its functions"),
+        (
+            {"m.py": "x = 1\n", "test_m.py": "def test_m(): pass\n"},
+            BASE,
+            "there is no function or class",
+        ),
+        (
+            {**BASE, "tests/test_price.py": TEST.partition("\n\n\ndef test_twice")[0] + "\n"},
+            {**BASE, "tests/test_price.py": MORE},
+            "is run by more than 60% of the tests",
+        ),
+        (
+            {
+                **BASE,
+                "shop/price.py": LONG + "\n\nfirst = gross(1), twice(1)\n",
+                "tests/test_price.py": MORE,
+            },
+            {**BASE, "tests/test_price.py": MORE},
+            "is needed to import",
+        ),
+    ],
+)
+def test_a_refusal_holds_for_one_repository_and_is_not_given_for_another(
+    holds, does_not, says, tmp_path
+):
+    for files, is_true in ((holds, True), (does_not, False)):
+        folder = tmp_path / f"shop_{is_true}"
+        try:
+            st.generate(
+                write(files, folder), str(tmp_path / "t.jsonl"), n=1, level=0, time_limit=30
+            )
+            words = ""
+        except world_task.Refusal as caught:
+            words = str(caught)
+        assert (says in words) == is_true, words
+
+
+def test_of_several_errors_the_one_that_something_helps_against_is_told():
+    files = {"pyproject.toml": '[project]\nname = "shop"\ndependencies = ["nosuch"]\n', **BASE}
+    tests = [f"tests/test_{number}.py::test_a" for number in range(5)]
+    common = dict.fromkeys(tests, "AttributeError: module 'shop' has no attribute 'engine'")
+    missing = {"tests/test_x.py": "ModuleNotFoundError: No module named 'nosuch'"}
+    answer = {"outcomes": dict.fromkeys(tests, "failed"), "errors": {**common, **missing}}
+    assert "pip install nosuch" in refusals.suite_fails("shop", files, answer)
+    assert "engine" in refusals.suite_fails("shop", files, {**answer, "errors": common})
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"pyproject.toml": '[tool.pdm.dev-dependencies]\ntest = ["mocks>=3"]\n'},
+        {"pyproject.toml": '[tool.hatch.envs.default]\ndependencies = ["mocks>=3"]\n'},
+        {"pyproject.toml": '[tool.hatch.envs.hatch-test]\nextra-dependencies = ["mocks>=3"]\n'},
+        {"pyproject.toml": '[tool.tox.env_run_base]\ndeps = ["mocks>=3"]\n'},
+        {"pyproject.toml": '[tool.uv]\ndev-dependencies = ["mocks>=3"]\n'},
+        {"hatch.toml": '[envs.test]\ndependencies = ["mocks>=3"]\n'},
+        {"tox.toml": '[env.py]\ndeps = ["mocks>=3"]\n'},
+        {"setup.cfg": "[options]\ntests_require =\n  mocks>=3\n"},
+        {"setup.py": "from setuptools import setup\nsetup(tests_require=['mocks>=3'])\n"},
+    ],
+)
+def test_what_tests_need_is_installed_wherever_it_is_declared(files):
+    docs = {"pyproject.toml": '[tool.pdm.dev-dependencies]\ndoc = ["sphinx"]\n'}
+    assert "mocks>=3" in autoinstall.declared({"shop.py": "", **files})
+    assert "sphinx" not in autoinstall.declared({"shop.py": "", **docs})

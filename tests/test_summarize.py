@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from sampling import fit_tokenizer
+from length_penalty import count_effort
 from rollout import (
     Chain,
     Episode,
@@ -101,7 +102,7 @@ def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_nu
                 *kept,
                 ID["<|end|>"],
             ]
-        assert chain.stats["summaries"] == len(chain.episodes) - 1
+        assert count_effort(chain)["summaries"] == len(chain.episodes) - 1
 
 
 def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():

@@ -2,7 +2,6 @@
 worlds that must stay unharmed."""
 
 import ast
-import base64
 import contextlib
 import copy
 import gc
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import unittest
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,15 +44,17 @@ from world import (
     task as world_task,
     task_file,
     tools,
-    twins,
     workspace as world_workspace,
 )
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
-from world.source import find_test, syntax
+from world.suite import Plan
+from world.source import find_test
+from world.untrusted import parse
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
+from published_folder import build_foreign_model, write_byte_tokenizer
 from world.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
 from world.expert import record_expert, expert, play
@@ -304,7 +304,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
 
     def other():
         while go.wait() and not stop:
-            go.clear(), syntax("[1]"), done.set()
+            go.clear(), parse("[1]"), done.set()
 
     def collecting(phase, info):
         if phase == "start" and threading.get_ident() == here:
@@ -315,7 +315,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
     thread.start(), gc.callbacks.append(collecting), gc.set_threshold(1)
     try:
         for _ in range(10):
-            assert ast.literal_eval(syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
+            assert ast.literal_eval(parse("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
                 [0, "ValueError"],
                 [1, [-2, 3]],
             ]
@@ -1294,38 +1294,16 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     them, export."""
     import train
 
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=4096,
-    )
-    write_checkpoint(tmp_path / "in", sizes.build_model())
-    (tmp_path / "in" / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_checkpoint(tmp_path / "in", build_foreign_model(context=4096))
+    write_byte_tokenizer(tmp_path / "in")
     flags = [
         "--stage=rl",
         "--steps=2",
         f"--init_from={tmp_path}/in",
         f"--tasks={generated[2]}",
         f"--out={tmp_path}/out",
-        "--device=cpu",
-        "--dtype=float32",
-        "--processes=1",
-        "--window=1024",
-        "--max_turns=2",
-        "--tasks_per_step=2",
-        "--group_size=2",
-        "--scale=tiny",
+        *"--device=cpu --dtype=float32 --processes=1 --window=1024 --max_turns=2".split(),
+        *"--tasks_per_step=2 --group_size=2 --scale=tiny".split(),
     ]
     train.main(flags)
     log = [json.loads(line) for line in (tmp_path / "out" / "rl.jsonl").read_text().splitlines()]
@@ -1489,7 +1467,7 @@ def test_a_cheat_in_a_repository_wins_nothing(generated, repository, cheat):
 
 
 @pytest.mark.parametrize("cheat", ["small/words.py 5", "small/words.py 6", "small/words.py 7"])
-def test_these_forgeries_would_win_without_the_twins(generated, cheat):
+def test_these_forgeries_would_win_without_the_mutants(generated, cheat):
     task = next(
         task
         for task in generated[0]
@@ -1503,46 +1481,6 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
     assert not judge(
         task, {**task.files, "small/words.py": files["small/words.py"]}, sandbox
     ).solved
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert f(1) == y",
-        "assert all(f(x) == y for x in (1, 2))",
-        "self.assertEqual(f(1), y)",
-        "self.assertTrue(f(1) == y)",
-    ],
-)
-@pytest.mark.parametrize("right", [{"a": 1}, [1], (1,), {1}, "a", b"a", 1, 1.5, None])
-def test_a_result_that_equals_everything_or_everything_of_its_kind_passes_no_hidden_test(
-    test, right
-):
-    made, names = twins.with_twins(
-        f"def test_a(self):\n    {test}\n", ["t.py::test_a"], random.Random(0)
-    )
-    new, twin = (name.split("::")[1] for name in names["t.py::test_a"])
-    kinds = [
-        type("Any", (), {"__eq__": lambda self, other: 1}),
-        *(
-            type(
-                "Kind",
-                (type(right),),
-                {"__eq__": lambda self, other: isinstance(other, type(right)), "__hash__": None},
-            )
-            for _ in range(right is not None)
-        ),
-    ]
-    for value in (right, *(kind() for kind in kinds)):
-        space = {"f": lambda x: value, "y": right}
-        exec(made, space)
-        for name in (new, twin):
-            try:
-                space[name](unittest.TestCase())
-                passed = True
-            except AssertionError:
-                passed = False
-            assert passed == (name == new and value is right), (name == new, value)
 
 
 def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytest_does_not(
@@ -1612,11 +1550,6 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
     assert (
         gates.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
         == "class TestC:\n\tpass\n"
-    )
-    compile(
-        twins.with_twins(files["test_p.py"], ["test_p.py::TestC::test_m"], random.Random(0))[0],
-        "test_p.py",
-        "exec",
     )
 
 
@@ -1978,21 +1911,21 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
     ]
 
 
-def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_else_when_it_ends_well():
-    suite, other = autoinstall.Proposal("pytest", r"\d+ passed", "pass"), autoinstall.Proposal(
-        "python -c 'print(1)'", "1", "print 1"
-    )
-    assert not suite.failure(world_task.Result(1, "2 failed, 19 passed in 1s")) and suite.failure(
-        world_task.Result(1, "2 failed, 17 passed in 1s")
-    )
-    assert (
-        suite.failure(world_task.Result(5, "no tests ran"))
-        and not other.failure(world_task.Result(0, "1"))
-        and other.failure(world_task.Result(1, "1"))
-    )
-    assert "should print 1, but ended with code 0: 2" in other.failure(
-        world_task.Result(0, "x\n2\n")
-    )
+@caged
+def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_else_when_it_ends_well(
+    tmp_path,
+):
+    box = world_sandbox.repository_sandbox({"m.py": ""}, 30)
+    suite = autoinstall.Proposal("pytest", "pass", plan=Plan())
+    for passing, works in ((19, True), (17, False), (0, False)):
+        text = f"import pytest\n@pytest.mark.parametrize('n', range({passing + 2}))\ndef test_n(n): assert n > 1\n"
+        (tmp_path / "test_n.py").write_text(text if passing else "")
+        assert (suite.try_out(box, tmp_path)[0] == "") == works
+    for command, pattern, works in (("echo 1", "1", True), ("false", "", False)):
+        one = autoinstall.Proposal(command, "print 1", pattern)
+        assert (one.try_out(box, tmp_path)[0] == "") == works
+    why, _ = autoinstall.Proposal("echo x; echo 2", "print 1", "1").try_out(box, tmp_path)
+    assert "should print 1, but ended with code 0: 2" in why
 
 
 @caged
@@ -2027,7 +1960,7 @@ def test_what_is_missing_is_mocked_and_a_repository_whose_tests_need_the_real_th
     else:
         with pytest.raises(
             world_task.Refusal,
-            match="discarded after 2 tries: `python -m pytest -q` should pass, but ended with code 1",
+            match="discarded after 2 tries: `python -m pytest -q` should pass, but 0 tests passed",
         ):
             autoinstall.autoinstall(str(tmp_path), network=False, installer=borrowing, attempts=2)
 

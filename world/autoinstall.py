@@ -20,14 +20,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from world import suite as suites
 from world.copies import installed_copies
+from world.editable import setup_arguments
 from world.files import write_tree
 from world.hygiene import copy_repository, packages, sources
 from world.machine import fresh_directory
+from world.run_suite import run_by_plan
 from world.sandbox import Sandbox, has_bwrap, hidden_place
 from world.source import module_name, parsed
 from world.task import Refusal
@@ -35,28 +38,44 @@ from world.task import Refusal
 
 @dataclass
 class Proposal:
-    """A command, the pattern that its output has to match, and the same in words (`says`)."""
+    """A command and what it should do, in words. One that runs tests has a Plan of them
+    (world/suite.py); the output of any other one has to match a pattern."""
 
     command: str
-    pattern: str
     says: str
+    pattern: str = ""
+    plan: object = None
 
-    def failure(self, result):
-        """Why the result is not as described, or "". A suite that is not green still counts where
-        more than nine times as many tests passed as failed; other commands must end with code 0."""
-        end = result.output[-400:]
-        passed = sum(map(int, re.findall(r"(\d+) passed", end)))
-        failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", end)))
-        ends_well = result.exit_code == 0 or passed > 9 * failed
-        if ends_well and re.search(self.pattern, result.output):
-            return ""
-        last = result.output.strip().split("\n")[-1][:120]
-        code = result.exit_code
-        return f"`{self.command}` should {self.says}, but ended with code {code}: {last}"
+    def try_out(self, sandbox, root):
+        """Runs it in the folder `root` -> (why it is not as described or "", what it said)."""
+        if self.plan:
+            why, said = self.try_tests(sandbox, root)
+        else:
+            result = sandbox.run(self.command, root)
+            is_right = result.exit_code == 0 and re.search(self.pattern, result.output)
+            why, said = "" if is_right else f"ended with code {result.exit_code}", result.output
+        last = said.strip().split("\n")[-1][:120]
+        return why and f"`{self.command}` should {self.says}, but {why}: {last}", said
+
+    def try_tests(self, sandbox, root):
+        """The same for tests, whose outcomes a reporter tells. A suite that is not green still
+        counts where more than nine times as many tests passed as failed."""
+
+        def start(words, stdin):
+            return sandbox.run(words, root, stdin)
+
+        answer = run_by_plan(start, sandbox, self.plan, limit=False)
+        kinds = Counter(answer["outcomes"].values())
+        failed = kinds["failed"] + kinds["error"] + sum("::" not in at for at in answer["errors"])
+        counts = f"{kinds['passed']} passed, {failed} failed"
+        said = "\n".join([counts, answer["said"], *answer["errors"].values()])
+        if kinds["passed"] > 9 * failed:
+            return "", said
+        return f"{kinds['passed']} tests passed and {failed} did not", said
 
 
 def settings(node, path=""):
-    """(dotted path, words) of every list in a parsed configuration. A table of poetry's
+    """(dotted path, words) of every list and text in a parsed configuration. A table of poetry's
     dependencies counts as the list of its names."""
     for key, value in node.items():
         where = f"{path}.{key}"
@@ -64,8 +83,20 @@ def settings(node, path=""):
             yield from settings(value, where)
             if "poetry" in where and where.endswith("dependencies"):
                 yield where, [name for name in value if name != "python"]
-        elif isinstance(value, list):
+        elif isinstance(value, str):
+            yield where, value.split("\n")
+        elif isinstance(value, (list, tuple)):
             yield where, [word for word in value if isinstance(word, str)]
+
+
+# Where tests' requirements are declared: groups of pyproject.toml, pdm, poetry and uv; environments
+# of hatch and tox; tests_require of setuptools.
+NEEDED = re.compile(
+    r"\.dependency-groups\.[^.]*(test|dev)[^.]*$"
+    r"|(test|dev|default)[^.]*\.(extra-)?dependencies$"
+    r"|\.dev-dependencies(\.[^.]*(test|dev)[^.]*)?$"
+    r"|\.(tests_require|testenv\.deps|env_run_base\.deps|env\.[^.]+\.deps)$"
+)
 
 
 def declared(files):
@@ -73,23 +104,20 @@ def declared(files):
     nothing guessed. A module's name need not be its package's name, and what a stranger has
     registered under a guessed name must not run here."""
     # Every list of the configuration by its dotted path, and which extras the package has.
-    lists = dict(settings(suites.read_toml(files.get("pyproject.toml", ""))))
+    trees = {"setup.py": setup_arguments(files)}
+    for name in ("pyproject.toml", "hatch.toml", "tox.toml", "pdm.toml", "uv.toml"):
+        trees[name] = suites.read_toml(files.get(name, ""))
     for name in ("setup.cfg", "tox.ini"):
-        for section, entries in suites.read_ini(files.get(name, "")).items():
-            for key, value in entries.items():
-                lists[f".{name}.{section}.{key}"] = value.split("\n")
+        trees[name] = suites.read_ini(files.get(name, ""))
+    lists = dict(settings(trees))
     optional = re.compile(r"(optional-dependencies|extras_require|poetry\.extras)\.([\w-]+)$")
     extras = {match[2] for path in lists if (match := optional.search(path))}
     extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
 
     # Words that may be requirements. First those of the lists that tests need.
-    needed = re.compile(
-        r"^\.dependency-groups\.[^.]*(test|dev)[^.]*$|(test|dev)[^.]*\.(extra-)?dependencies$"
-        r"|\.(dev-dependencies|tests_require|testenv\.deps)$"
-    )
     words = []
     for path, value in lists.items():
-        if needed.search(path):
+        if NEEDED.search(path):
             words += value
 
     # Then what noxfile.py installs, and what build files give to pip.
@@ -120,14 +148,6 @@ def declared(files):
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named), *lists]
 
 
-# files that say how the authors run things
-STATING_FILES = re.compile(
-    r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$"
-)
-# a line of such a file that runs Python or pytest
-PYTHON_LINE = re.compile(
-    r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", re.M
-)
 # what a shell would do, and what is no test
 UNWANTED = re.compile(
     r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b"
@@ -135,14 +155,11 @@ UNWANTED = re.compile(
 
 
 def stated(files):
-    """Python commands that tox, make, CI or the README run."""
-    for path, text in files.items():
-        if not STATING_FILES.search(path):
-            continue
-        for line in PYTHON_LINE.findall(re.sub(r"\{posargs[^}]*\}", "", text)):
-            if not UNWANTED.search(line):
-                line = re.sub(r"^py\.?test", "python -m pytest", line.strip())
-                yield line.replace("python3", "python")
+    """Python commands that the build files or the README run."""
+    for _, line in suites.command_lines(files):
+        line = re.sub(r"\{posargs[^}]*\}", "", line).strip()
+        if re.match(r"(python3?|py\.?test)\b", line) and not UNWANTED.search(line):
+            yield re.sub(r"^py\.?test", "python -m pytest", line).replace("python3", "python")
 
 
 def propose(files):
@@ -150,7 +167,7 @@ def propose(files):
     test_file = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$")
     # The test files. Those whose outermost folder is not named for tests come last: benchmarks are
     # not the suite.
-    tests, ran = [path for path in files if test_file.search(path)], (r"\d+ passed", "pass")
+    tests = [path for path in files if test_file.search(path)]
     tests.sort(key=lambda path: "test" not in path.partition("/")[0])
 
     # The modules that a command can import, the outermost first.
@@ -169,22 +186,34 @@ def propose(files):
         plan = stated_ones[0][0]
     suite = suites.test_command(plan)
 
+    def test_run(plan, more=()):
+        """The proposal to run tests by a plan."""
+        plan = replace(plan, options=[*plan.options, *more])
+        return Proposal(suites.test_command(plan), "pass", plan=plan)
+
     # The commands, the most telling first: the suite, the authors' own lines, imports, test files,
     # the modules' documentation, single tests. Ten of them are kept.
-    found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
+    found = [test_run(plan), Proposal(f"{suite} --collect-only", "list the tests", "::")]
     for line in list(stated(files))[:3]:
-        found.append((line, *(ran if "pytest" in line else ("", "end well"))))
+        stated_plan = suites.plan_of_command(line, files)
+        says = "pass" if stated_plan else "end well"
+        found.append(Proposal(line, says, plan=stated_plan))
     for name in modules[:4]:
         command = f"python -c 'import {name}; print({name}.__name__)'"
-        found.append((command, name, f"print {name}"))
-    found += [(f"python -m pytest -q {path}", *ran) for path in tests]
+        found.append(Proposal(command, f"print {name}", name))
+    alone = suites.configured_plan(files)
+    found += [test_run(replace(alone, paths=[path])) for path in tests]
     for name in modules[:3]:
-        found.append((f"python -m pydoc {name}", name, f"print the documentation of {name}"))
+        command = f"python -m pydoc {name}"
+        found.append(Proposal(command, f"print the documentation of {name}", name))
     for path in tests:
         for node in ast.walk(parsed(files[path])):
             if (getattr(node, "name", None) or "").startswith("test"):
-                found.append((f"python -m pytest -q {path} -k {node.name}", *ran))
-    return [Proposal(*words) for words in dict.fromkeys(found)][:10]
+                found.append(test_run(replace(alone, paths=[path]), ["-k", node.name]))
+    first = {}
+    for one in found:
+        first.setdefault(one.command, one)
+    return list(first.values())[:10]
 
 
 # the source of a module from which anything can be imported
@@ -279,13 +308,12 @@ def autoinstall(
         while len(tries) < attempts:
             command = installer(files, tries)
             installed = online.run(command, root)
-            results = [offline.run(one.command, root) for one in chosen]
-            outputs = [result.output for result in (installed, *results)]
+            results = [one.try_out(offline, root) for one in chosen]
+            outputs = [installed.output, *(said for _, said in results)]
             tries.append((command, "\n".join(outputs)))
 
             # Report the try: done, or the first thing that was not as described.
-            failures = [one.failure(result) for one, result in zip(chosen, results)]
-            failures = list(filter(None, failures))
+            failures = [why for why, _ in results if why]
             print(
                 f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
                 installed.output.strip().split("\n")[-1],

@@ -64,6 +64,28 @@ def usable_definitions(repository, kind):
     return usable
 
 
+def why_no_feature(repository, levels):
+    """Why no feature of these levels can be drawn: the first condition that no definition meets."""
+    found = repository.definitions
+    if not found:
+        return "there is no function or class outside its tests"
+    found = [one for one in found if one.tests]
+    if not found:
+        return "no stable test runs one of its functions or classes (not in this process, at least)"
+    found = [one for one in found if one.size() >= FEWEST_LINES]
+    if not found:
+        return f"no test runs a definition of {FEWEST_LINES} lines"
+    most_tests = MOST_OF_TESTS * len(repository.stable)
+    found = [one for one in found if len(one.tests) <= most_tests]
+    if not found:
+        share = f"{MOST_OF_TESTS:.0%}"
+        return f"each definition of {FEWEST_LINES} lines is run by more than {share} of the tests"
+    kinds = {REPO_LEVELS[level]["kind"] for level in levels}
+    if not any(usable_definitions(repository, kind) for kind in kinds):
+        return "each definition that a test runs is needed to import the package or a test file"
+    return f"no definitions make a feature of the kind {' or '.join(sorted(kinds))}"
+
+
 def grow_feature(kind, seed, usable, rng):
     """The definitions of one feature of this kind that grows from `seed`; [] if there is none."""
 

@@ -6,7 +6,7 @@ Discard with the reason:
 
     check_collected, check_imports   the rest of the repository still works
     judging_tests                    some of the failing tests can be hidden and judge
-    failing_changes                  a changed copy of such a test fails for the original
+    failing_mutants                  a changed copy of such a test fails for the original
     check_trivial_bodies             no body that anybody could write wins
     check_original                   the original wins, every time, also by the task's own command
 
@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from world import suite as suites
 from world.deletion import stub_bodies
-from world.judge import judge_repository, run_judgement
+from world.judge import ROUNDS, judge_repository, run_judgement
+from world.mutants import list_changes, lost_names, with_mutants
 from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
 from world.source import (
     find_test,
@@ -29,7 +30,6 @@ from world.source import (
     file_of_test,
     function_of_test,
 )
-from world.twins import list_changes, lost_names, place_twins
 
 
 class Discard(Exception):
@@ -117,53 +117,41 @@ def without_tests(files, groups):
     return out
 
 
-# the most twins of one test; the most twins in one run
-MOST_CHANGES, MOST_TWINS = 3, 300
+# how often a mutant has to fail before it is one; how many are tried of each test
+TIMES, TRIES = 10, 4
 
 
-def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
-    """{test function: numbers of its changes (at most MOST_CHANGES)}. A change is kept if the
-    changed test fails for the original in each of its cases among `nodes`. The judge's twins are
-    made of these changes (world/twins.py). names: what the deleted definitions are called."""
+def failing_mutants(files, groups, nodes, names, rng, sandbox, plan=None):
+    """{test function: its mutants (world/mutants.py), at most ROUNDS}. A mutant is kept if it fails
+    for the original in each of its cases among `nodes`, ten times of ten. names: what the deleted
+    definitions are called."""
+    # Draw what to try, in random order. A changed value tells more than a changed operator, so
+    # values come first; each may be tried again with another part of the value.
     lost = lost_names(names)
-    nodes = sorted(node for node in nodes if function_of_test(node) in groups)
-
-    # Draw candidates in random order, one more than is needed. A changed value tells more than a
-    # changed operator, so values come first.
-    most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
-    candidates = {}
+    waiting = {}
     for group in groups:
-        kinds = list_changes(find_test(files[file_of_test(group)], group), lost)
+        kinds = list_changes(files[file_of_test(group)], group, lost)
         order = rng.sample(range(len(kinds)), len(kinds))
         values = [number for number in order if kinds[number] == "value"]
-        operators = [number for number in order if kinds[number] != "value"]
-        candidates[group] = (values + operators)[:most]
+        numbers = values + [number for number in order if kinds[number] != "value"] + values * TRIES
+        waiting[group] = [[number, rng.randrange(50)] for number in numbers[:TRIES]]
 
-    # Run the original's suite once, with a twin for each candidate beside the tests. The first copy
-    # of a test is the test itself, so the twins begin at place 1.
-    sites = {group: numbers for group, numbers in candidates.items() if numbers}
-    tree, copies = place_twins(files, sites, rng, lost)
-    twins = {}
-    for node in nodes:
-        group = function_of_test(node)
-        parameters = node[len(group) :]
-        for place, number in enumerate(candidates[group]):
-            twins[node, number] = copies[group][place + 1] + parameters
-    outcomes = {}
-    if twins:
-        outcomes = run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"]
-    failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
-
-    # Keep a change if its twin fails in every case of its test.
-    found = {}
-    for group, numbers in candidates.items():
-        own = [node for node in nodes if function_of_test(node) == group]
-        sure = []
-        for number in numbers:
-            if all((node, number) in failing for node in own):
-                sure.append(number)
-        found[group] = sure[:MOST_CHANGES]
-    return found
+    # Each run has the next mutant of every test that lacks some.
+    found = {group: [] for group in groups}
+    while True:
+        tried = {}
+        for group, sites in waiting.items():
+            if sites and len(found[group]) < ROUNDS:
+                tried[group] = sites.pop(0)
+        if not tried:
+            return found
+        only = sorted(node for node in nodes if function_of_test(node) in tried)
+        tree = with_mutants(files, tried, lost)
+        outcomes = run_suite(tree, sandbox, only, True, plan=plan, times=TIMES)["outcomes"]
+        spared = {function_of_test(node) for node in only if outcomes.get(node) != "failed"}
+        for group, site in tried.items():
+            if group not in spared:
+                found[group].append(site)
 
 
 # ---------------------------------------------------------------- bodies that must not win
@@ -192,7 +180,7 @@ UNIVERSAL_OBJECT = (
 
 def check_trivial_bodies(files, chosen, task, sandbox, patient):
     """Discards a task that is won by a body which anybody could write. patient: a sandbox with time
-    for the judge's copies of the tests."""
+    for a suite that is run more than once."""
     # A feature that is deleted as a whole leaves no body to fill in.
     if task.meta["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         raise Discard("a trivial body passes")
@@ -236,26 +224,25 @@ def universal_passes(files, chosen, task, sandbox):
 # ---------------------------------------------------------------- the original must win
 def check_original(task, repository, sandbox):
     """The task with a test command that is green for its original, which has also won the whole
-    judgement once in each of WORLDS. Tests that the original itself cannot keep green are taken out
+    judgement, and whose required tests have passed once more in each other one of WORLDS. Tests that the original itself cannot keep green are taken out
     of PASS_TO_PASS. Discard where the original does not win."""
     original = {**task.files, **task.solution}
     for world in WORLDS:
-        # A verdict is given in the first world, so that one is tried in both directions. A test
-        # that only stays green may be lost here; a broken test or a twin may not.
-        in_both = world == WORLDS[0]
-        lost, loose, _ = run_judgement(task, original, sandbox, world, in_both)
+        # A verdict is given in the first world, so only that one has mutants. A test that only
+        # stays green may be lost here; a broken test or a mutant may not.
+        whole = world == WORLDS[0]
+        lost, loose, _ = run_judgement(task, original, sandbox, world, whole)
         if loose or set(lost) - set(task.PASS_TO_PASS):
             raise Discard("the original does not pass again")
         if not lost:
             continue
 
         # A lost test is unstable, or it depends on the names of hidden tests, which the judge
-        # changes. No later task of this repository asks for it either. Without it the original has
-        # to win.
-        repository.stable = [node for node in repository.stable if node not in lost]
+        # changes. Without it the original has to win. Later tasks find out by themselves: what
+        # they ask for must not depend on which task was verified first.
         kept = [node for node in task.PASS_TO_PASS if node not in lost]
         task = replace(task, PASS_TO_PASS=kept)
-        lost, loose, _ = run_judgement(task, original, sandbox, world, in_both)
+        lost, loose, _ = run_judgement(task, original, sandbox, world, whole)
         if lost or loose:
             raise Discard("the original does not pass again")
 

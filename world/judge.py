@@ -7,20 +7,20 @@ compares them, types included, with what it alone knows. Printing, exiting early
 can only lose.
 
 pytest suites have to compare inside the child. They run on the repository's own files, with the
-feature's files and new files of the submission (`overlay`). The parent renames each broken test at
-random and puts twins beside it (world/twins.py), which differ in what they assert and must fail.
-Code that makes all tests pass, replaces what compares, or returns values that equal everything
-passes the twins as well and gives itself away. Not covered: code that reads the bytecode of the
-test that calls it, to tell a test from its twin.
+feature's files and new files of the submission (`submitted`). The tests that were broken are run
+again and again, each time in a new process by the same order: as they are, and as mutants
+(world/mutants.py), which differ in what they assert and must fail. Code that makes all tests pass,
+replaces what compares, or returns values that equal everything passes the mutants as well and gives
+itself away. Code that does so by chance, in a share p of the processes, is not caught with a
+probability of p^2 (1 - p)^2, at most 1 in 16. Not covered: code that reads the bytecode or the
+locals of the test that calls it, to tell a test from a mutant.
 
 `run_trusted` says in this process what the sandbox would say, 20 times faster. It is for code that
 was written here and for nothing else.
 """
 
-import ast
 import functools
 import os
-import random
 import sys
 import types
 from pathlib import Path
@@ -29,25 +29,28 @@ from world import suite as suites
 from world.files import printable
 from world.hygiene import JUNK, PROTECTED
 from world.machine import MachineFailure
+from world.mutants import lost_names, with_mutants
 from world.purity import DRIVER
 from world.run_suite import WORLDS, run_suite
 from world.sandbox import sandbox_for
-from world.source import ANSWER_ERRORS, function_of_test, module_name, syntax
+from world.source import function_of_test, module_name
 from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
-from world.twins import lost_names, place_twins
+from world.untrusted import read_literal
 
 
 @functools.lru_cache(4096)
 def compiled(text, path):
     """The code object of a file. The same few files are run over and over, hence the cache."""
-    return compile(text, path, "exec", dont_inherit=True)
+    # optimize=0: also under python -O a test is made of its asserts
+    return compile(text, path, "exec", dont_inherit=True, optimize=0)
 
 
 def run_trusted(files, command="python tests.py"):
     """What the sandbox would answer, in-process and 20 times faster. ONLY for code written here:
     nothing is contained."""
-    assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
+    if command != "python tests.py":
+        raise ValueError(f"only the tests run in-process, not {command!r}")
     printed, modules = [], {}
 
     # What the tests find in place of the system: a sys, a print, an open and an import of our own.
@@ -118,11 +121,8 @@ def read_values(text, number):
     call returned none. None where the text is no such answer.
 
     The submission may have written the answer: whatever it holds, this returns and never raises."""
-    try:
-        # literal_eval takes a literal and nothing else: nothing of it is run.
-        answers = ast.literal_eval(syntax(text, "eval"))
-    except ANSWER_ERRORS:
-        return None
+    # A literal and nothing else is read: nothing of it is run.
+    answers = (read_literal(text) or [None])[0]
     if type(answers) is not list or len(answers) != number:
         return None
 
@@ -222,28 +222,26 @@ def required_tests(task):
     return task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])
 
 
-def overlay(task, files, draw):
-    """What the judge runs: the repository's own files with what was submitted, and twins beside the
-    tests that were broken. Returns (files, node ids that must pass, node ids that must fail)."""
+def overlay(task, files):
+    """The files that the judge runs: the repository's own ones with what was submitted."""
     # The repository's own files, the part of the submission that is judged, and, over both, the
-    # original tests and configuration (`pristine`). Each hidden test gets twins; where the task
-    # lists none for it, the one that fails at its end.
+    # original tests and configuration (`pristine`).
     base = {path: text for path, text in task.files.items() if path not in task.solution}
     tree = {**base, **submitted(task, files), **task.meta["pristine"]}
-    sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
-    tree, copies = place_twins(tree, sites, draw, lost_names(task.meta.get("names", [])))
 
-    def renamed(node):
-        """The copies of a node id, the one that must pass first."""
-        group = function_of_test(node)
-        return [name + node[len(group) :] for name in copies.get(group, [group])]
+    # Links and modes are put back, since what an agent hands in is plain texts.
+    original = {**task.files, **task.solution, **task.meta["pristine"]}
+    return keep_modes(with_links(tree, task.files), original)
 
-    # All tests that are required, and the twins of those that were broken.
-    must_pass = [renamed(node)[0] for node in required_tests(task)]
-    must_fail = []
-    for node in task.FAIL_TO_PASS:
-        must_fail += renamed(node)[1:]
-    return tree, must_pass, must_fail
+
+def mutated(task, tree, number):
+    """The files with a mutant in the place of each test that has some; the mutants of a test take
+    turns by this number."""
+    mutants = {}
+    for test, sites in task.meta["mutants"].items():
+        if sites:
+            mutants[test] = sites[number % len(sites)]
+    return with_mutants(tree, mutants, lost_names(task.meta["names"]))
 
 
 # How often a suite is run again if the only red tests are some that the deletion had left green:
@@ -252,7 +250,7 @@ MORE_RUNS = 3
 
 
 def judge_repository(task, files, sandbox):
-    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin
+    """pytest in a fresh copy; every expected node id must be collected and pass, and every mutant
     must fail.
 
     If the only red tests are some that were to stay green (PASS_TO_PASS), the whole suite is run
@@ -285,36 +283,43 @@ def judge_repository(task, files, sandbox):
     return Verdict(True, number, 0)
 
 
-def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
-    """One judgement: ({test that must pass and did not: its outcome}, the twins that did not fail,
-    the suite's last answer).
+ROUNDS = 2  # runs with mutants; a test has at most so many of them
 
-    The tests that must pass and the twins are run again in a new process and in the opposite order,
-    unless `repeated` is off: code that forges from its second call on, or up to its last, would
-    otherwise win where the test and its twins happen to stand in that order."""
-    # The files to run, under names that are drawn anew. Links and modes are put back, since what an
-    # agent hands in is plain texts.
-    tree, must_pass, twins = overlay(task, files, random.Random(os.urandom(16)))
-    original = {**task.files, **task.solution, **task.meta["pristine"]}
-    tree = keep_modes(with_links(tree, task.files), original)
-    own_name = dict(zip(must_pass, required_tests(task)))
+
+def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
+    """One judgement: ({test that must pass and did not: its outcome}, the tests whose mutant did
+    not fail, the suite's last answer).
+
+    whole: whether more is run than the required tests once. The tests that the deletion broke are
+    run again as they are, too, by the order that the mutants get. Otherwise code could forge in the
+    first run only, which no run of mutants is like."""
+    tree, required = overlay(task, files), required_tests(task)
     plan = suites.plan_of_task(task.meta.get("suite"))
+    has_mutants = {test for test, sites in task.meta["mutants"].items() if sites}
 
-    # First all required tests, then only those that the deletion broke, in the opposite order.
-    runs = [(must_pass, False)]
-    if repeated:
-        runs.append((must_pass[: len(task.FAIL_TO_PASS)], True))
+    # First all required tests, then those that the deletion broke, in the opposite order: as they
+    # are, and as mutants. The first run that shows anything wrong decides.
+    broken = task.FAIL_TO_PASS
+    runs = [(tree, required, False, False)]
+    if whole:
+        runs.append((tree, broken, True, False))
+        for number in range(ROUNDS):
+            runs.append((mutated(task, tree, number), broken, True, True))
+    for tree, nodes, reverse, are_mutants in runs:
+        answer = run_suite(tree, sandbox, sorted(nodes), reverse, plan=plan, world=world)
 
-    # Both runs have the twins. The first one that shows anything wrong decides.
-    for nodes, reverse in runs:
-        # sorted: the order must not tell which is which
-        answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)
-        outcomes = answer["outcomes"]
-        lost = {}
-        for node in nodes:
-            if outcomes.get(node) != "passed":
-                lost[own_name[node]] = outcomes.get(node, "not collected")
-        loose = [node for node in twins if outcomes.get(node) != "failed"]
-        if lost or loose:
+        # Beside mutants, the tests that have none say nothing: a mutant that failed may have left
+        # anything behind.
+        if are_mutants:
+            nodes = [node for node in nodes if function_of_test(node) in has_mutants]
+        right = "failed" if are_mutants else "passed"
+        outcomes = {node: answer["outcomes"].get(node, "not collected") for node in nodes}
+        wrong = {node: outcome for node, outcome in outcomes.items() if outcome != right}
+
+        # Without an outcome, a mutant is lost like any other test: the run may have been stopped.
+        lost = {node: outcome for node, outcome in wrong.items() if outcome == "not collected"}
+        loose = [node for node in wrong if node not in lost] if are_mutants else []
+        lost = lost if are_mutants else wrong
+        if wrong:
             break
     return lost, loose, answer

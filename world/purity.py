@@ -18,7 +18,7 @@ import functools
 import re
 from pathlib import Path
 
-from world.source import ANSWER_ERRORS, syntax
+from world.untrusted import parse
 
 CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 
@@ -68,11 +68,10 @@ def is_function_of_files(files, command):
 def is_pure(text, modules, checked):
     """Whether a module uses nothing but the listed modules, math, itertools, and what PURE names.
     checked: check.py is ours, so the module may hand it globals()."""
-    # A source that does not parse is the same error each time.
-    try:
-        tree = syntax(text)
-    except ANSWER_ERRORS:
-        return True  # it says the same each time
+    # In doubt where there is no tree of it.
+    tree = parse(text)
+    if tree is None:
+        return False
 
     # Refuse whatever could tell one run from another: the order of a set, frames, names that reach
     # beyond the module, other modules.
@@ -88,8 +87,9 @@ def is_pure(text, modules, checked):
         elif isinstance(node, ast.Attribute) and node.attr.startswith(FRAMES):
             return False
         elif isinstance(node, ast.Name) and node not in trusted:
+            # A folded expression is no identifier and may hold anything.
             known = hasattr(builtins, node.id) or node.id.startswith("__")
-            if known and node.id not in PURE:
+            if not node.id.isidentifier() or known and node.id not in PURE:
                 return False
         elif isinstance(node, ast.Import):
             if any(alias.name not in importable for alias in node.names):

@@ -198,7 +198,8 @@ class Decoys:
         old = {**now, **dict.fromkeys(modules, self.old_version())}
         self.files, self.old_versions = git_history(now, old) if modules else ({}, set())
 
-        # Caches and bytecode of the modules, in the usual places.
+        # Caches and bytecode of the modules, in the usual places: at the root by the module's name,
+        # and under the folders of its package.
         stale = json.dumps({self.mark: self.mark}).encode()
         caches = []
         for path, stem in zip(modules, stems):
@@ -206,7 +207,11 @@ class Decoys:
             caches += [
                 f".mypy_cache/{stem}.data.json",
                 f".mypy_cache/3.11/{stem}.data.json",
+                f".mypy_cache/3.11/{path[:-3]}.data.json",
                 f".cache/{stem}.pyc",
+                f".cache/{path[:-3]}.pyc",
+                os.path.join(folder, f".cache/{stem}.pyc"),
+                os.path.join(folder, f".mypy_cache/{stem}.data.json"),
                 os.path.join(folder, f"__pycache__/{stem}.cpython-311.pyc"),
             ]
 
@@ -233,7 +238,7 @@ class Decoys:
                 self.source_of[path] = (match[1] or "") + match[2] + ".py"
 
         # Copies of the modules that lie elsewhere on the machine.
-        self.outside = {f"old/{Path(path).name}": self.outside_text(task, path) for path in modules}
+        self.outside = {f"old/{path}": self.outside_text(task, path) for path in modules}
 
     def old_version(self):
         """The text of every module in the old commits."""
@@ -302,6 +307,7 @@ def replay_calls(task, transcript, watch, outside, needless):
     # The copies elsewhere on the machine, which the cage shows in each place of OUTSIDE.
     decoys, found = Decoys(task, transcript), []
     for path, text in decoys.outside.items():
+        Path(outside, path).parent.mkdir(parents=True, exist_ok=True)
         Path(outside, path).write_text(text)
     sandbox = audit_sandbox(task, {place: outside for place in OUTSIDE})
 
@@ -338,7 +344,7 @@ def watch_call(workspace, watch, outside, name, arguments):
     # Everything is watched before the call begins.
     root = str(workspace.root)
     folders = inotify.Folders(watch, root, watched_folders(root))
-    beyond = inotify.Folders(watch, outside, {".": inotify.OPEN, "old": inotify.OPEN})
+    beyond = inotify.Folders(watch, outside, watched_folders(outside))
     observer = Observer(watch, folders, workspace.recorder)
     observer.start()
 

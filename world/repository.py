@@ -13,16 +13,15 @@ inherits, repositories of more than 5,000 files.
 """
 
 import ast
+import functools
 import importlib.util
-import re
+import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from world import suite as suites
-from world.files import printable
+from world import editable, suite as suites
 from world.hygiene import (
     JUNK,
     MOST_BYTES,
@@ -32,16 +31,17 @@ from world.hygiene import (
     packages,
     sources,
 )
-from world.run_suite import (
-    WORLDS,
-    green_command,
-    import_outcomes,
-    in_one_order,
-    run_suite,
-    whole_functions,
-)
+from world.refusals import explain_error, missing_module, no_tests, suite_fails, too_slow
+from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
 from world.sandbox import has_bwrap, hidden_place, repository_sandbox
-from world.source import find_definitions, first_line, is_text, package_root, parsed
+from world.source import (
+    file_of_test,
+    find_definitions,
+    first_line,
+    is_text,
+    package_root,
+    parsed,
+)
 from world.task import Refusal
 
 
@@ -116,6 +116,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     # 1) Copy the files and find out how their suite is run.
     files = copy_repository(repo)
     refuse_unusable(repo, files)
+    files.update(editable.metadata(files, repo))
     sandbox = sandbox or repository_sandbox(files, time_limit)
     first = find_plan(repo, files, sandbox)
     plan, name = first["plan"], Path(repo).resolve().name
@@ -124,6 +125,8 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     # fail than pass is refused.
     runs = run_many_times(repo, files, sandbox, first, time_limit)
     found_out = sort_tests(first, runs)
+    # a test behind a link to a folder stands in no file of the tree that could be changed
+    found_out["stable"] = [node for node in found_out["stable"] if file_of_test(node) in files]
     if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
         raise Refusal(suite_fails(repo, files, first))
 
@@ -144,9 +147,8 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         )
 
     # 4) Find a command that is green: it leaves out the files and tests that are red.
-    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
-    red = {*found_out["failing"], *found_out["red"]}
-    left_out = whole_functions(red, first["outcomes"])
+    ignored = sorted(where for where in first["errors"] if where in files)
+    left_out = {*found_out["failing"], *found_out["red"]}
     command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
     if not command:
         raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
@@ -163,7 +165,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     for line in plan.said:
         say(f"{name}: {line}")
     for path in ignored[:3]:
-        why = suites.explain_error(path, first["errors"][path], files, packages(files), repo)
+        why = explain_error(path, first["errors"][path], files, packages(files), repo)
         say(f"{name}: not collected: {why}")
 
     # 6) Find out which modules can be imported: a deletion must not change that.
@@ -179,13 +181,25 @@ def refuse_unusable(repo, files):
     """Raises a Refusal where this Python cannot run the suite at all."""
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
-    if {"pytest", "_pytest"} & set(importable(files)):
-        raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
+    for name in sorted(modules_of_pytest() & set(importable(files))):
+        raise Refusal(
+            f"{repo}: it is {name}, which pytest itself runs on: without a feature of it no test "
+            "could be run: use another repository"
+        )
     if has_bwrap() and hidden_place(sys.prefix):
         raise Refusal(
             f"this Python is in {sys.prefix}, and the sandbox shows nothing of "
             f"{hidden_place(sys.prefix)}: use a Python or a virtual environment elsewhere"
         )
+
+
+@functools.lru_cache(1)
+def modules_of_pytest():
+    """Top-level names of what pytest imports, but for the standard library."""
+    code = "import pytest, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    tops = {name.partition(".")[0] for name in done.stdout.split()}
+    return tops - set(sys.stdlib_module_names) | {"pytest", "_pytest"}
 
 
 def run_many_times(repo, files, sandbox, first, time_limit):
@@ -290,22 +304,19 @@ def note_tests(files, found, stable, touched):
 
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
-    configuration, with rewritten assertions where they are needed, or what the authors' build files
-    say. A Refusal tells why there is no such plan.
+    configuration, or what the authors' build files say. A Refusal tells why there is no such plan.
 
-    Adds to `files` what only a build writes, where the suite needs it."""
+    Adds to `files` the extensions that a build has compiled, where the suite needs them."""
     # By pytest's own configuration.
-    answer = run_suite(files, sandbox, limit=False, trail=True)
+    answer = run_suite(files, sandbox, limit=False)
     if answer.get("timed_out"):
         raise Refusal(too_slow(repo, answer, sandbox.time_limit))
-    if answer.get("started") is False:
-        raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
 
     # Once more with what only a build writes, where the suite missed it.
     built = built_files(repo, files, answer)
     if built:
         files.update(built)
-        answer = run_suite(files, sandbox, limit=False, trail=True)
+        answer = run_suite(files, sandbox, limit=False)
         line = f"taken as a build leaves it: {', '.join(sorted(built))}"
         answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
 
@@ -314,149 +325,45 @@ def find_plan(repo, files, sandbox):
 
     # At least half of the tests pass, a file that cannot be collected counted as one that fails.
     def healthy(one):
-        uncollected = sum("::" not in where for where in one.get("errors", {}))
+        uncollected = sum("::" not in where for where in one["errors"])
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
-    # A test or a conftest.py may read the message that pytest makes of a failed assertion.
-    if passed(answer) and passed(answer) < len(answer["outcomes"]):
-        rewritten = run_suite(
-            files, sandbox, limit=False, plan=replace(answer["plan"], rewrite=True)
-        )
-        if passed(rewritten) > passed(answer):
-            answer = rewritten
-
-    # Two test files of one name, in folders that are no packages.
-    if any("import file mismatch" in text for text in answer.get("errors", {}).values()):
-        plan = answer["plan"]
-        line = "test files of one name are imported apart (--import-mode=importlib)"
-        other = replace(
-            plan, options=[*plan.options, "--import-mode=importlib"], said=[*plan.said, line]
-        )
-        apart = run_suite(files, sandbox, limit=False, plan=other)
-        if passed(apart) > passed(answer):
-            answer = apart
-    if healthy(answer):
-        return answer
-
     # Where much fails, try what the authors' build files say, until one plan is healthy.
-    best = answer
-    for plan, where in suites.stated_plans(files)[:6]:
-        plan = in_one_order(plan)
+    best, plans = answer, suites.stated_plans(files)[:6]
+    while plans and not healthy(best):
+        plan, where = plans.pop(0)
         if plan == answer["plan"]:
             continue
-        other = run_suite(files, sandbox, limit=False, plan=plan, trail=True)
+        other = run_suite(files, sandbox, limit=False, plan=plan)
         if passed(other) > passed(best):
             best = other
             best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
-        if healthy(best):
-            break
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
     return best
 
 
 def built_files(repo, files, answer):
-    """{path: text} of what a suite asked for in vain and only a build writes: the package's name
-    and version, as far as the files tell them, and extensions that were compiled in place. Neither
-    holds any Python that could be deleted."""
-    # The package's metadata.
-    texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
-    found = {}
-    if any("PackageNotFoundError" in text for text in texts):
-        found = suites.own_metadata(files)
-
-    # Compiled extensions that lie in the folder of the repository; copy_repository leaves them out
-    # as JUNK. One beside a Python source of its name is not taken: it could hold that code.
+    """{path: text} of the extensions that were compiled in place, where a suite asked in vain for a
+    module of the repository. None of them holds any Python that could be deleted."""
     own = set(importable(files))
-    if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
-        for place in sorted(Path(repo).rglob("*.so")):
-            path = place.relative_to(repo).as_posix()
-            folder = path.rpartition("/")[0] + "/"
-            # shop/_fast.cpython-311.so would stand beside shop/_fast.py
-            source = path.removesuffix(place.name) + place.name.partition(".")[0] + ".py"
-            if JUNK.search(folder) or source in files or not place.is_file():
-                continue
-            if place.stat().st_size < MOST_BYTES:
-                found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
-    return {path: text for path, text in found.items() if path not in files}
+    texts = [*answer["errors"].values(), answer["said"]]
+    if not any(missing_module(text).partition(".")[0] in own for text in texts):
+        return {}
 
-
-def too_slow(repo, answer, time_limit):
-    """The text that refuses a suite that was stopped: how long it ran, how far it came, and which
-    time limit may be enough."""
-    # How far it came, by its trail: how many tests there are, and which one was begun last.
-    trail = [line for line in answer.get("trail", ()) if line]
-    number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
-    began = [line[2:] for line in trail if line.startswith("> ")]
-    text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
-
-    # What the whole suite takes at this pace, and half as much again; at least twice the limit.
-    if began:
-        whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
-        running = printable(began[-1], 100)
-        text += f": {len(began) - 1} of {number} tests were done, and {running} was running"
-        return f"{text}; try --time_limit={-(-whole // 10) * 10:.0f}"
-    return f"{text}: it was still collecting its tests; try --time_limit={3 * time_limit:g}"
-
-
-def no_tests(repo, files, answer):
-    """The text that refuses a repository in which no test could be collected: the first reason that
-    is known."""
-    own = sorted({*packages(files), *importable(files)})
-    errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
-
-    # A file cannot be imported: the first one is explained.
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        why = suites.explain_error(*errors[0], files, own, repo)
-        return f"{repo}: pytest finds no tests: {why}{more}"
-
-    # pytest ended in the middle of a test, or did not start.
-    if answer.get("said", "").strip() or answer.get("stopped"):
-        began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
-        if began:
-            code = answer.get("exit_code", 0)
-            how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-            where = printable(began[-1], 200)
-            return (
-                f"{repo}: its suite ends the whole Python ({how}) in {where}: "
-                "deselect that test in addopts"
-            )
-        where, text = suites.explain_usage(answer.get("said", ""))
-        reason = answer.get("stopped", "")
-        if text:
-            reason = suites.explain_error(where, text, files, own, repo)
-        return f"{repo}: pytest finds no tests: it does not start: {reason}"
-
-    # pytest ran and found nothing.
-    tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
-    hint = " (files test_*.py or *_test.py with functions test_*)"
-    if tests:
-        hint = f", though there is {tests[0]}: how are its tests run?"
-    return f"{repo}: pytest finds no tests{hint}"
-
-
-def suite_fails(repo, files, answer):
-    """The text that refuses a suite that does not pass: how many tests fail, and the most frequent
-    reason."""
-    # How many fail, cannot be set up, cannot be collected.
-    outcomes, errors = answer["outcomes"], answer.get("errors", {})
-    kinds = Counter(outcomes.values())
-    parts = []
-    if kinds["failed"] or not kinds["error"]:
-        parts.append(f"{kinds['failed']} of {len(outcomes)} tests fail")
-    if kinds["error"]:
-        parts.append(f"{kinds['error']} of {len(outcomes)} tests cannot be set up")
-    uncollected = [where for where in errors if where and "::" not in where]
-    if uncollected:
-        parts.append(f"{len(uncollected)} files cannot be collected")
-
-    # The reason that most of them share, with the first place of it.
-    own, why = sorted({*packages(files), *importable(files)}), ""
-    for text, _ in Counter(errors.values()).most_common(1):
-        where = next(where for where in errors if errors[where] == text)
-        why = f": {suites.explain_error(where, text, files, own, repo)}"
-    return f"{repo}: its own suite does not pass ({', '.join(parts)}){why}"
+    # copy_repository leaves them out as JUNK. One beside a Python source of its name is not taken:
+    # it could hold that code.
+    found = {}
+    for place in sorted(Path(repo).rglob("*.so")):
+        path = place.relative_to(repo).as_posix()
+        folder = path.rpartition("/")[0] + "/"
+        # shop/_fast.cpython-311.so would stand beside shop/_fast.py
+        source = path.removesuffix(place.name) + place.name.partition(".")[0] + ".py"
+        if JUNK.search(folder) or source in files or not place.is_file():
+            continue
+        if place.stat().st_size < MOST_BYTES:
+            found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+    return found
 
 
 def module_names(files, ran):

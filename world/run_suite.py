@@ -14,37 +14,21 @@ One run has one seed of Python's hashes and one time zone (WORLDS).
 """
 
 import contextlib
-import functools
-import importlib.util
 import json
 import os
-import re
 import time
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
 
 from world import suite as suites
 from world.files import printable, write_tree
-from world.hygiene import importable, sources
 from world.machine import MachineFailure, fresh_directory
-from world.source import ANSWER_ERRORS, module_name, package_root
+from world.source import ANSWER_ERRORS, file_of_test
 
-# The program that runs a suite inside the sandbox. The sandbox sees none of our files, so the text
-# of the program is given to the Python there.
+# The programs that run a suite, and import modules, inside the sandbox. It sees none of our files,
+# so their text is given to the Python there.
 SUITE = Path(__file__).with_name("suite_runner.py").read_text(encoding="utf-8")
-
-
-# What pytest itself imports. Where the repository is one of these packages, the sandbox hides the
-# installed copy, and pytest still needs it.
-RUNNER_PACKAGES = (
-    "pluggy",
-    "iniconfig",
-    "packaging",
-    "pygments",
-    "exceptiongroup",
-    "tomli",
-    "colorama",
-)
+IMPORTS = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
 
 
 # (seed of Python's hashes, time zone): every command and every verdict uses the first; the others
@@ -56,88 +40,85 @@ WORLDS = (
 )
 
 
-def run_suite(
-    files,
+def run_suite(files, sandbox, only=None, reverse=False, plan=None, **options):
+    """What pytest reports of a tree; see run_by_plan, whose options it takes.
+
+    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
+    configuration says, and what pytest refuses of that is left out. answer["plan"] is the plan that
+    was used."""
+
+    def run(plan):
+        def start(words, stdin):
+            return sandbox.run_files(files, words, stdin)
+
+        return {**run_by_plan(start, sandbox, plan, only, reverse, **options), "plan": plan}
+
+    # A plan that was given is used as it is. Otherwise run the suite until pytest refuses nothing
+    # more, each time without what it has refused.
+    if plan:
+        return run(plan)
+    plan = suites.configured_plan(files)
+    for _ in range(6):
+        answer = run(plan)
+        plan = suites.adapted(plan, files, answer["said"], answer["errors"])
+        if plan is None:
+            break
+    return answer
+
+
+def run_by_plan(
+    start,
     sandbox,
+    plan,
     only=None,
     reverse=False,
     trace=False,
     brief=False,
     limit=True,
-    plan=None,
     world=WORLDS[0],
-    trail=False,
+    everything=False,
+    times=1,
 ):
-    """What pytest says about these files: outcomes, seconds and touched code by node id. Of a suite
+    """What pytest reports of one run: outcomes, seconds and touched code by node id. Of a suite
     that was stopped or answered nonsense, `outcomes` is {} and `stopped` says why.
 
-    only: node ids of the tests to run; None for all. reverse: the opposite order. trace: note the
-    code that each test runs. brief: stop at the first failure. limit: fail a test that takes a
-    quarter of the time of all (a deletion often leaves an endless loop). world: the seed of hashes
-    and the time zone. trail: note how far a suite got that was stopped.
-
-    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
-    configuration says, and what pytest refuses of that is left out. answer["plan"] is the plan that
-    was used. Only where it says so are asserts rewritten: nobody reads their messages, and that
-    would be half of the work."""
-    # Run the suite until pytest refuses nothing more, each time without what it has refused. A plan
-    # that was given is used as it is.
-    given, plan = plan, plan or in_one_order(suites.configured_plan(files))
-    for _ in range(6):
-        answer = run_planned_suite(
-            files, sandbox, plan, only, reverse, trace, brief, limit, world, trail
-        )
-        if given:
-            break
-        said, errors = answer.get("said", ""), answer.get("errors", {})
-        other = suites.adapted(plan, files, said, errors)
-        if other is None:
-            break
-        plan = other
-    return {**answer, "plan": plan}
-
-
-def in_one_order(plan):
-    """The plan without pytest-randomly, where that is installed: it draws the order of the tests
-    and the seed of each."""
-    if importlib.util.find_spec("pytest_randomly") is None or "no:randomly" in plan.options:
-        return plan
-    line = "pytest-randomly is switched off: a verdict must not depend on an order that is drawn"
-    return replace(plan, options=[*plan.options, "-p", "no:randomly"], said=[*plan.said, line])
-
-
-def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
-    """One run of a suite by a plan; see run_suite."""
-    key = os.urandom(16).hex()
-
-    # What is collected: the plan's own paths, or the files of the tests that are asked for. pytest
-    # starts in the plan's folder, so their paths lead up from there.
+    start(words, stdin) runs a command where the suite stands -> its Result. only: node ids of the
+    tests to run; None for all. reverse: the opposite order. trace: note the code that each test
+    runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
+    all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
+    everything: also run what is no test function, as doctests. times: how many runs; what a test did
+    not do in all of them is no outcome of it."""
+    # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:
-        paths = sorted({node.split("::")[0] for node in only})
-        if plan.folder:
-            up = "/".join(".." for _ in Path(plan.folder).parts)
-            paths = [f"{up}/{path}" for path in paths]
+        paths = [plan.upwards() + path for path in sorted(set(map(file_of_test, only)))]
+
+    # Node ids begin at the root, whatever is collected. No failure and no file that cannot be
+    # collected ends the run, unless it is to be brief.
+    up = plan.upwards()
+    words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
+    words += ["-x"] if brief else []
+    words += ["-c", up + plan.config] if plan.config else []
+    words += ["--rootdir", up or ".", *paths]
 
     # The order for the runner (world/suite_runner.py lists the fields).
-    own = importable(files)
-    order = dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, trail=trail)
-    order |= {**plan.to_meta(), "paths": paths, "limit": sandbox.time_limit / 4 * limit}
-    order |= dict(own=own, borrowed=borrowed_modules(tuple(own)))
-
-    # Run it. PYTHONPATH would put the repository's files in front of the standard library, also for
-    # the runner itself.
-    environment = ["env", "-u", "PYTHONPATH", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
-    words = [*environment, *sandbox.python, "-c", SUITE]
-    start = time.perf_counter()
-    result = sandbox.run_files(files, words, json.dumps(order))
+    key = os.urandom(16).hex()
+    order = dict(key=key, words=words, folder=plan.folder, only=only, everything=everything)
+    order |= dict(reverse=reverse, trace=trace, times=times, limit=sandbox.time_limit / 4 * limit)
+    environment = ["env", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
+    began = time.perf_counter()
+    result = start([*environment, *sandbox.python, "-c", SUITE], json.dumps(order))
     if not result.started:
         raise MachineFailure(result.output)
-    elapsed = time.perf_counter() - start
+    elapsed = time.perf_counter() - began
 
-    # The answer is the last line of the output.
-    last = result.output.rpartition("\n")[2]
-    answer = read_outcomes(last, key)
+    # Each run answers with a line, and the last one with the last line of the output.
+    answer = read_outcomes(result.output.rstrip("\n").rpartition("\n")[2], key)
+    if answer and times > 1:
+        lines = [read_outcomes(line, key) for line in result.output.split("\n")]
+        counted = Counter(pair for one in lines if one for pair in one["outcomes"].items())
+        kept = {node: outcome for (node, outcome), n in counted.items() if n == times}
+        answer["outcomes"] = kept
     if answer:
         return answer
 
@@ -145,40 +126,15 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
     # time first: it is then killed by SIGKILL (9) or SIGXCPU (24).
     killed = result.exit_code in (128 + 9, 128 + 24) and elapsed > 0.9 * sandbox.time_limit
     timed_out = result.timed_out or killed
-    why = "timed out" if timed_out else "the run ended without an answer"
     return {
         "outcomes": {},
-        "stopped": why,
+        "errors": {},
+        "stopped": "timed out" if timed_out else "the run ended without an answer",
         "timed_out": timed_out,
-        "started": result.started,
-        "elapsed": elapsed,
         "exit_code": result.exit_code,
         "trail": result.output.split("\n"),
         "said": "" if timed_out else printable(result.output, 4000),
     }
-
-
-@functools.lru_cache(8)
-def borrowed_modules(own):
-    """{module: [is a package, source]} of the modules that pytest imports and that are hidden from
-    it, since the repository has the same top-level names (`own`)."""
-    modules = {}
-    for name in set(own) & set(RUNNER_PACKAGES):
-        # The installed copy, where it is Python source: a single module, or a package.
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-            continue
-        place = Path(spec.origin)
-        if place.name != "__init__.py":
-            modules[name] = [False, place.read_text(encoding="utf-8")]
-            continue
-
-        # A package is lent with all that is in it.
-        for file in sorted(place.parent.rglob("*.py")):
-            dotted = module_name(file.relative_to(place.parent.parent).as_posix())
-            is_package = file.name == "__init__.py"
-            modules[dotted] = [is_package, file.read_text(encoding="utf-8")]
-    return modules
 
 
 LONGEST_NODE = 1000  # characters of a test's node id
@@ -228,7 +184,8 @@ def read_outcomes(text, key):
         for where, text in errors.items():
             if type(text) is str:
                 said_of[printable(where, 1000)] = printable(text, 400)
-    again, status, said = answer.get("again"), answer.get("status"), answer.get("said")
+    again, said = answer.get("again"), answer.get("said")
+    status, others = answer.get("status"), answer.get("others")
     return {
         "outcomes": outcomes,
         "seconds": times,
@@ -236,6 +193,7 @@ def read_outcomes(text, key):
         "errors": said_of,
         "again": {node for node in again if type(node) is str} if type(again) is list else set(),
         "status": status if type(status) is int else 0,
+        "others": others if type(others) is int else 0,
         "said": printable(said, 8000) if type(said) is str else "",
     }
 
@@ -245,46 +203,31 @@ LONGEST_COMMAND = 2000  # characters of a command with all that it leaves out
 
 def green_command(files, plan, ignored, left_out, sandbox):
     """(the command line of a plan that is green for these files, the files it ignores, the tests it
-    leaves out); (None, [], the reason) where there is none. A command counts as green after two
-    runs in the agent's world.
+    leaves out); (None, [], the reason) where there is none.
 
-    What fails in the original is left out by name, and so is what fails in the agent's world
-    only."""
+    What is red in the original is left out by name: test files, tests, doctests, checks of style.
+    A command counts as green after two runs: its tests by the reporter, and the line itself."""
     left_out, ignored, reason = set(left_out), set(ignored), ""
-    for _ in range(4):
-        # Build the command and run it, twice if it is green.
-        command = suites.test_command(plan, sorted(left_out), sorted(ignored))
+    for _ in range(3):
+        # What is red, as the reporter tells it. Doctests and checks of style count, too, since the
+        # command runs them.
+        answer = run_suite(files, sandbox, limit=False, plan=plan, everything=True)
+        known = answer["outcomes"]
+        left_out = {node for node in left_out if node in known}
+        left_out |= {node for node in known if known[node] in ("failed", "error")}
+        ignored |= {where for where in answer["errors"] if where in files}
+
+        # The command without it, which is run as the agent will run it.
+        command = suites.test_command(plan, left_out, ignored, known)
         if len(command) > LONGEST_COMMAND:
             too_many = f"{len(left_out)} tests and {len(ignored)} files"
             return None, [], f"{too_many} would have to be left out"
         result = run_command_in(files, command, sandbox)
         if is_green(result):
-            result = run_command_in(files, command, sandbox)
-        if is_green(result):
             return command, sorted(ignored), sorted(left_out)
-
-        # What pytest names as red in its summary is left out the next time: whole files, and single
-        # tests. Where it names nothing new, a further try would be the same.
-        reason = printable(result.output.strip().rpartition("\n")[2] or "no output", 200)
-        red = re.findall(
-            r"^(?:FAILED|ERROR|SUBFAILED\S*) (?:\[.*?\] |\(.*?\) )?(\S+?\.py)(::.*?)?(?: - .*)?$",
-            result.output,
-            re.M,
-        )
-        red_files = {path for path, node in red if not node}
-        red_tests = {path + node for path, node in red if node}
-        if red_tests <= left_out and red_files <= ignored:
-            break
-        left_out |= red_tests
-        ignored |= red_files
+        last = printable(result.output.strip().rpartition("\n")[2] or "no output", 200)
+        reason = f"`{command}` ends with exit code {result.exit_code}: {last}"
     return None, [], reason
-
-
-def whole_functions(nodes, known):
-    """These node ids. Where every known case of a test function is among them, the id of the
-    function stands for all."""
-    left = {node.split("[")[0] for node in known if node not in nodes}
-    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})
 
 
 def run_command_in(files, command, sandbox):
@@ -295,26 +238,17 @@ def run_command_in(files, command, sandbox):
 
 
 def is_green(result):
-    """Whether a Result is that of a suite in which tests ran and nothing failed."""
-    return (
-        result.exit_code == 0
-        and not result.timed_out
-        and bool(re.search(r"\b[1-9]\d* passed\b", result.output[-2000:]))
-    )
+    """Whether a Result is that of a suite in which nothing failed: pytest's exit code is 0. It is
+    another one where no test was run."""
+    return result.exit_code == 0 and not result.timed_out
 
 
 def import_outcomes(files, sandbox, names):
     """{module: outcome} of importing these modules in one process. An outcome is "" where all is
     well, else the exception's name or the names that `__all__` lists and the module lacks. If one
     module ends the process, it and those after it have no outcome."""
-    # The folders from which the modules can be imported.
-    paths = set(sources(files))
-    roots = {package_root(path, paths)[0] or "." for path in paths}
-    order = dict(modules=names, roots=sorted(roots))
-
     # One process imports all of them and answers line by line, since any of them may end it.
-    program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
-    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
+    result = sandbox.run_files(files, [*sandbox.python, "-c", IMPORTS], json.dumps(names))
 
     # A line that is not of this form is passed over: a module may print whatever it likes.
     outcomes = {}

@@ -41,6 +41,7 @@ import weakref
 from pathlib import Path
 
 from world.copies import installed_copies
+from world.editable import import_roots
 from world.files import census, give, tree_key, disk_usage, write_tree
 from world.machine import (
     EXHAUSTED,
@@ -210,7 +211,8 @@ class Sandbox:
     gets its own powerless user id. `hide` lists paths of this machine that a command must not see
     (installed copies of the package under study). `network` is for pip alone. `files` is how many
     files, folders and links a tree may have. `output` is how many bytes of what a command prints
-    are kept; a longer output is cut and does not end the command, unless it prints without end."""
+    are kept; a longer output is cut and does not end the command, unless it prints without end.
+    `roots` are the folders of a tree that are on Python's path, relative to it."""
 
     # a command that has printed more bytes (and more than four times `output`) is stopped
     FLOOD = 64 << 20
@@ -232,9 +234,11 @@ class Sandbox:
         hide=(),
         network=False,
         files=10_000,
+        roots=("", "src"),
     ):
         self.time_limit, self.output, self.disk, self.files = time_limit, output, disk, files
         self.python, self.hide, self.network = tuple(python), tuple(hide), network
+        self.roots = tuple(roots)
         self.limits = LIMITS | dict(AS=memory, FSIZE=file_size)
         # Counted in a cage only: elsewhere it would count all processes of the user.
         self.processes = processes
@@ -372,7 +376,8 @@ class Sandbox:
         # the server (sandbox_server.py), which has read such variables already.
         if "-S" not in self.python:
             inside = "/work" if has_bwrap() else root
-            environment["PYTHONPATH"] = f"{inside}:{inside}/src"
+            folders = [f"{inside}/{path}".rstrip("/") for path in self.roots]
+            environment["PYTHONPATH"] = ":".join(folders)
 
         # Without a network pip is told so: it would go on trying for a minute.
         return environment if self.network else environment | {"PIP_NO_INDEX": "1"}
@@ -611,6 +616,7 @@ def repository_sandbox(files, time_limit=60.0):
         python=(sys.executable, "-B"),
         memo=False,
         hide=installed_copies(files),
+        roots=import_roots(files),
     )
 
 

@@ -15,33 +15,22 @@ import bisect
 import functools
 import io
 import re
-import threading
 import tokenize
 from collections import Counter
 from pathlib import PurePosixPath
 
-ONE_AT_A_TIME = threading.Lock()
+from world.untrusted import parse
 
-# What reading a stranger's Python may raise. An unknown codec is a SyntaxError or a LookupError.
-PARSE_ERRORS = SyntaxError, ValueError, LookupError, RecursionError, MemoryError
+# What decoding a stranger's file may raise. An unknown codec is a SyntaxError or a LookupError.
+DECODE_ERRORS = SyntaxError, ValueError, LookupError
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 
 
 # ------------------------------------------------------------ reading
-def syntax(text, mode="exec"):
-    """ast.parse, one thread at a time.
-
-    The threads of Python 3.11 share one counter of the recursion depth. A garbage collection in the
-    middle of one parse lets another thread change it (SystemError: AST constructor recursion depth
-    mismatch)."""
-    with ONE_AT_A_TIME:
-        return ast.parse(text, mode=mode)
-
-
 def decode_source(stored):
-    """(text, encoding) as Python decodes this file (PEP 263). Raises one of PARSE_ERRORS where
+    """(text, encoding) as Python decodes this file (PEP 263). Raises one of DECODE_ERRORS where
     Python could not decode it.
 
     A file whose bytes do not come back by encoding is refused, too: an edit would change more than
@@ -59,12 +48,17 @@ def encode_source(text, encoding, errors="strict"):
     return text.encode(encoding, errors).decode("utf-8", "surrogateescape")
 
 
+def read_tree(stored):
+    """The new syntax tree of a file; None where Python 3 cannot read it."""
+    try:
+        return parse(decode_source(stored)[0])
+    except DECODE_ERRORS:
+        return None
+
+
 def parse_stored(stored):
     """A new syntax tree, which the caller may change; empty where Python 3 cannot read the file."""
-    try:
-        return syntax(decode_source(stored)[0])
-    except PARSE_ERRORS:
-        return syntax("")
+    return read_tree(stored) or ast.Module([], [])
 
 
 @functools.lru_cache(1024)
@@ -75,11 +69,7 @@ def parsed(stored):
 
 def is_python(stored):
     """True if Python 3 can read this file."""
-    try:
-        syntax(decode_source(stored)[0])
-    except PARSE_ERRORS:
-        return False
-    return True
+    return read_tree(stored) is not None
 
 
 def split_lines(text):
@@ -356,7 +346,7 @@ def code_lines(stored, nodes):
     line."""
     try:
         source = SourceText(stored)
-    except PARSE_ERRORS:
+    except DECODE_ERRORS:
         return []
 
     # Statement by statement, since a comment between two statements is part of neither.

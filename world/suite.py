@@ -1,16 +1,20 @@
-"""How the authors of a repository run its tests, and what a failed run means, in words.
+"""How the authors of a repository run its tests.
 
-Pure functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it,
-and so do the study before tasks are made and the command that a task tells the agent. Ours, after
-what pytest documents about its configuration files.
+Functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it, and so
+do the study before tasks are made and the command that a task tells the agent. Ours, after what
+pytest documents about its configuration files. What a failed run means is told by
+world/refusals.py, what an installation adds by world/editable.py.
 """
 
 import configparser
+import importlib.util
 import re
 import shlex
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+
+from world.source import file_of_test
 
 # Where pytest looks for its configuration, in this order. The last three serve other tools as well
 # and count only where they hold a section of pytest's.
@@ -128,18 +132,15 @@ class Plan:
     config: str = ""  # pytest's configuration file
     folder: str = ""  # where pytest is started
     paths: list = field(default_factory=list)  # what is collected; [] leaves it to pytest
-    rewrite: bool = False  # assertions are rewritten: a test reads their messages
     said: list = field(default_factory=list)  # what was left out, a line each
 
     def to_meta(self):
         """The fields that a task stores in its `meta`: all but `said`."""
-        return dict(
-            options=self.options,
-            config=self.config,
-            folder=self.folder,
-            paths=self.paths,
-            rewrite=self.rewrite,
-        )
+        return dict(options=self.options, config=self.config, folder=self.folder, paths=self.paths)
+
+    def upwards(self):
+        """The way from the plan's folder to the root, in front of a path: "" or "../" and so on."""
+        return "../" * len(PurePosixPath(self.folder).parts)
 
 
 def plan_of_task(meta):
@@ -150,9 +151,7 @@ def plan_of_task(meta):
     # A file of tasks may come from a stranger: only known fields are taken, each of its type.
     lists, texts = ("options", "paths"), ("config", "folder")
     refusal = ValueError("no plan of a suite")
-    if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
-        raise refusal
-    if type(meta.get("rewrite", False)) is not bool:
+    if type(meta) is not dict or not set(meta) <= {*lists, *texts}:
         raise refusal
 
     # Lists of words that a command line can hold.
@@ -282,6 +281,9 @@ def configured_plan(files):
         plan.said = [
             f"pytest runs without {shlex.join(words)} ({why})" for why, words in left_out.items()
         ]
+    if importlib.util.find_spec("pytest_randomly"):
+        line = "pytest-randomly is switched off: it draws the order of the tests anew in each run"
+        plan = with_options(plan, ["-p", "no:randomly"], line)
     return plan
 
 
@@ -329,11 +331,17 @@ def provider(name):
     return PLUGINS.get(bare) or PLUGINS.get(bare.partition("-")[0], "")
 
 
+# What allows settings and marks that no plugin here knows, which a strict suite refuses.
+LENIENT = ["-o", "strict_config=false", "-o", "strict_markers=false"]
+LENIENT += ["-W", "ignore::pytest.PytestConfigWarning"]
+LENIENT += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
+
+
 def adapted(plan, files, said, errors):
     """The plan without what pytest refused in this environment; None where nothing can be left out.
 
-    said: what pytest printed; errors: {where: text} of the run. One refusal is handled per call:
-    the caller runs the suite again and asks again."""
+    said: what pytest printed where it did not start; errors: {where: text} of the run. One refusal
+    is handled per call: the caller runs the suite again and asks again."""
     # Options of plugins that are not installed, and plugins that cannot be loaded.
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
@@ -346,50 +354,30 @@ def adapted(plan, files, said, errors):
         words = [["-p", match[1]], f"-p{match[1]}"]
         return without_options(plan, files, words, f"the plugin {match[1]} is not installed")
 
-    # pytest-asyncio warns where its loop scope is unset, and the repository turns warnings into
-    # errors: a scope that is set is not warned of.
-    unset = r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset"
-    if match := re.search(unset, said):
-        more = ["-o", f"{match[1]}=function"]
-        if more[1] not in plan.options:
-            line = f"{match[1]} is set to function (pytest-asyncio warns where it is unset)"
-            return with_options(plan, more, line)
+    # A setting or a mark of a plugin that is not here: the repository is strict about them, or
+    # pytest warns and the repository turns warnings into errors.
+    texts = [said, *errors.values()]
+    name = first_group(r"Unknown config option:? ?s?:? ?(\w+)", texts)
+    name = name or first_group(r"Unknown pytest\.mark\.(\w+)", texts)
+    name = name or first_group(r"'(\w+)' not found in `markers`", texts)
+    if name and LENIENT[1] not in plan.options:
+        owner = provider(name)
+        why = f"{owner} is not installed" if owner else f"no plugin here knows {name}"
+        strict = ["--strict", "--strict-config", "--strict-markers"]
+        found = without_options(plan, files, strict, why) or plan
+        return with_options(found, LENIENT, f"unknown settings and marks are allowed ({why})")
 
-    # A setting that no plugin here knows. A strict configuration refuses it, or pytest warns of it
-    # and the repository turns warnings into errors.
-    if match := re.search(r"Unknown config option:? ?s?:? ?([\w, ]+)", said):
-        name = match[1].strip()
-        more = ["-o", "strict_config=false", "-W", "ignore::pytest.PytestConfigWarning"]
-        if more[1] in plan.options:
-            return None
-        found = without_options(plan, files, ["--strict-config"], f"no plugin here knows {name}")
-        if found:
-            return with_options(found, more)
-        return with_options(plan, more, f"unknown settings are allowed ({name})")
-
-    # The same for marks: first as a warning, then as an error of --strict-markers.
-    if name := first_group(r"Unknown pytest\.mark\.(\w+)", [said, *errors.values()]):
-        more = ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
-        if more[1] in plan.options:
-            return None
-        owner = provider(name) or "a plugin"
-        line = f"unknown marks are allowed ({name} belongs to {owner}, which is not installed)"
-        return with_options(plan, more, line)
-    name = first_group(r"'(\w+)' not found in `markers`", errors.values())
-    if name and "strict_markers=false" not in plan.options:
-        owner = provider(name) or "a plugin"
-        why = f"its mark {name} belongs to {owner}, which is not installed"
-        found = without_options(plan, files, ["--strict-markers", "--strict"], why)
-        more = ["-o", "strict_markers=false"]
-        if found:
-            return with_options(found, more)
-        return with_options(plan, more, f"unknown marks are allowed ({name})")
+    # Two test files of one name, in folders that are no packages.
+    apart = "--import-mode=importlib"
+    if any("import file mismatch" in text for text in texts) and apart not in plan.options:
+        line = f"test files of one name are imported apart ({apart})"
+        return with_options(plan, [apart], line)
     return None
 
 
-def with_options(plan, more, *lines):
-    """The plan with more options, and with these lines that explain them."""
-    return replace(plan, options=[*plan.options, *more], said=[*plan.said, *lines])
+def with_options(plan, more, line):
+    """The plan with more options, and with a line that explains them."""
+    return replace(plan, options=[*plan.options, *more], said=[*plan.said, line])
 
 
 def first_group(pattern, texts):
@@ -497,12 +485,10 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
-    # Only the words from the runner on count. What setup.py runs is read from that file itself
-    # (command_lines).
-    words = without_launchers(words_of(without_variables(line)))
-    if words[:2] == ["FILE", "setup.py"] or not words:
-        return None
-    plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
+    # Defaults of tox's {posargs} are kept; every other variable, of a shell or of make, is dropped.
+    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
+    line = re.sub(r"(\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+)/?|\\$", " ", line)
+    runner, rest = runner_of(words_of(line))
 
     # A path counts only if the repository has it.
     folders = set()
@@ -515,9 +501,9 @@ def plan_of_command(line, files):
     def tidy(word):
         return word.removeprefix("./").rstrip("/") or "."
 
-    # Each runner has its own way to say what is collected. A test module that Python is given as a
-    # file (FILE) is collected by pytest instead.
-    if head in ("pytest", "py.test"):
+    # Each runner has its own way to say what is collected.
+    plan = configured_plan(files)
+    if runner in ("pytest", "py.test"):
         kept, _ = keep_options(rest)
         for group in grouped(kept, present):
             if group[0].startswith("-"):
@@ -525,58 +511,26 @@ def plan_of_command(line, files):
             elif present(tidy(group[0].partition("::")[0])):
                 plan.paths.append(tidy(group[0]))
         return plan
-    if head in ("nosetests", "nose", "nose2", "trial"):
-        plan.paths = [tidy(word) for word in rest if present(tidy(word))]
-        return plan
-    if head == "FILE" and rest and rest[0].endswith(".py") and "test" in rest[0].lower():
-        if present(tidy(rest[0])):
-            plan.paths = [tidy(rest[0])]
-            return plan
-    if head == "unittest":
+    if runner == "unittest":
         return unittest_plan(plan, rest, present)
-    return None
+    plan.paths = [tidy(word) for word in rest if present(tidy(word))]
+    return plan if runner and (plan.paths or runner != "FILE") else None
 
 
-def without_variables(line):
-    """A command line without the variables of tox, make and shells.
-
-    Python and the root are put in their places, defaults of {posargs} are kept, and every other
-    variable becomes a space."""
-    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
-    python = r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?"
-    line = re.sub(python, lambda match: "" if "bindir" in match[0] else "python", line)
-    line = re.sub(r"\{toxinidir\}/?|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
-    return re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
-
-
-def without_launchers(words):
-    """The words of a command from the test runner on: without an environment, `poetry run`,
-    `python -m`, `coverage run`. The word FILE precedes a program that Python is given as a file."""
-    # Variables and wrappers, then a manager of environments.
-    while words and re.fullmatch(r"\w+=.*|time|xvfb-run|env|exec|-", words[0]):
-        words.pop(0)
-    managers = ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
-    while len(words) > 2 and words[0] in managers and words[1] == "run":
-        words = words[2:]
-
-    # Python with its own options: what follows is a module or a file.
-    if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
-        words = words[1:]
-        while len(words) > 1 and words[0] in ("-W", "-X"):
-            words = words[2:]
-        while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
-            words = words[1:]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
-
-    # Coverage with its own options: the runner under it is again a module or a file.
-    if words[:2] == ["coverage", "run"]:
-        words = words[2:]
-        alone = ("-a", "-p", "--append", "--branch", "--parallel-mode")
-        while words and words[0].startswith("-") and words[0] != "-m":
-            has_value = "=" not in words[0] and words[0] not in alone
-            words = words[2:] if has_value else words[1:]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
-    return words
+def runner_of(words):
+    """(the program of a command that runs tests, the words behind it); ("", []) where there is
+    none. What stands in front of it does not count: an environment, `poetry run`, `python -m`,
+    `coverage run`. FILE is a test module that Python is given as a file; pytest collects it."""
+    for place, word in enumerate(words):
+        if word in ("install", "add", "download"):
+            break
+        name = word.rpartition("/")[2]
+        if name in ("pytest", "py.test", "unittest", "nosetests", "nose", "nose2", "trial"):
+            return name, words[place + 1 :]
+        by_python = not place or any(re.search(r"python|^run$", one) for one in words[:place])
+        if by_python and name.endswith(".py") and "test" in name.lower():
+            return "FILE", [word]
+    return "", []
 
 
 def unittest_plan(plan, words, present):
@@ -614,207 +568,36 @@ def unittest_plan(plan, words, present):
     return plan
 
 
-def test_command(plan, deselected=(), ignored=()):
+def test_command(plan, left_out=(), ignored=(), known=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root.
 
-    deselected: node ids that are not run; ignored: files that are not collected."""
+    left_out: node ids that are not run, of all that are known; ignored: files that are not
+    collected."""
+    up, left_out, known = plan.upwards(), set(left_out), set(known) | set(left_out)
     words = ["python", "-m", "pytest", "-q", *plan.options]
-    if plan.folder:
-        up = [".."] * len(PurePosixPath(plan.folder).parts)
-        words.append(f"--rootdir={'/'.join(up)}")
-    words += [f"--ignore={path}" for path in ignored]
+    words += [f"--rootdir={up.rstrip('/') or '.'}"] if plan.folder or left_out else []
+    words += [f"--ignore={up}{path}" for path in sorted(ignored)]
+
+    # pytest leaves out every test whose id begins with that of --deselect. Where this would take
+    # others along, the tests that are to run are named instead.
+    deselected, kept = whole_functions(left_out, known), known - left_out
+    caught = {node for node in kept if node.startswith(tuple(deselected))}
+    paths = plan.paths
+    if caught:
+        crowded = {file_of_test(node) for node in caught}
+        deselected = [node for node in deselected if file_of_test(node) not in crowded]
+        named = {file_of_test(node) for node in kept} - crowded
+        named.update(
+            whole_functions({node for node in kept if file_of_test(node) in crowded}, known)
+        )
+        paths = [up + path for path in sorted(named)]
     words += [f"--deselect={node}" for node in deselected]
-    line = shlex.join([*words, *plan.paths])
+    line = shlex.join([*words, *paths])
     return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
 
 
-# ---------------------------------------------------------------- what went wrong, in words
-def normalised(name):
-    """The name of a package as the package index compares names (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-BUILD_FILES = re.compile(
-    r"(^|/)(pyproject\.toml|setup\.(cfg|py)|tox\.ini|noxfile\.py"
-    r"|[^/]*requirements?[^/]*\.txt)$|^requirements?/"
-)
-
-
-def declared_names(files):
-    """Names of packages that the build files mention, normalised."""
-    text = "\n".join(text for path, text in files.items() if BUILD_FILES.search(path))
-    return {normalised(word) for word in re.findall(r"[A-Za-z][\w.-]+", text)}
-
-
-def own_metadata(files):
-    """{path: text} of a file by which importlib.metadata finds the package. It holds the name and
-    the version and nothing else.
-
-    Both come from a source distribution's PKG-INFO, or from pyproject.toml; {} where neither holds
-    both."""
-    # A source distribution says both in its PKG-INFO, whose headers end at the first empty line.
-    name = version = ""
-    for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
-        key, _, value = line.partition(": ")
-        name = value.strip() if key == "Name" else name
-        version = value.strip() if key == "Version" else version
-
-    # Otherwise pyproject.toml may; a version that a build works out is not written there.
-    project = read_toml(files.get("pyproject.toml", "")).get("project", {})
-    if not (name and version) and isinstance(project, dict):
-        name, version = project.get("name", ""), project.get("version", "")
-    for word in (name, version):
-        if not isinstance(word, str) or not re.fullmatch(r"[\w.+!-]+", word):
-            return {}
-
-    # The least metadata that importlib.metadata accepts.
-    folder = re.sub(r"[-_.]+", "_", name)
-    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    return {f"{folder}.egg-info/PKG-INFO": text}
-
-
-def missing_module(text):
-    """The module that an error says is missing, or ""."""
-    match = re.search(r"No module named '?([\w.]+)", text)
-    if match:
-        return match[1]
-    match = re.search(
-        r"cannot import name '(\w+)' from (?:partially initialized module )?'([\w.]+)'", text
-    )
-    return f"{match[2]}.{match[1]}" if match else ""
-
-
-VERSION_WRITERS = re.compile(
-    r"setuptools.scm|hatch-vcs|versioningit|versioneer|pbr|flit_scm|dynamic-versioning"
-)
-
-
-def written_by_build(module, files):
-    """(why this module of the repository is missing, the command that helps) if a build writes the
-    module; None if no build does."""
-    # Where the module would stand, and all that the build files say.
-    path = "/".join(module.split("."))
-    stem = path.rpartition("/")[2]
-    build = "\n".join(
-        files.get(name, "")
-        for name in ("pyproject.toml", "setup.cfg", "setup.py", "meson.build", "CMakeLists.txt")
-    )
-    helps = "python -m pip install --no-deps --editable"
-
-    # A file of Python that the build writes, as setuptools_scm and hatch-vcs write a version: the
-    # configuration names it, or it is called like a version and such a tool is in use.
-    is_named = re.search(rf"{re.escape(path)}\.py|[/\"']{re.escape(stem)}\.py", build)
-    if is_named or "version" in stem and VERSION_WRITERS.search(build):
-        tools = ("setuptools_scm", "hatch-vcs", "versioningit", "versioneer", "flit_scm")
-        tool = "its build"
-        for name in (*tools, "pbr", "pdm"):
-            if name.replace("_", "-") in build.replace("_", "-"):
-                tool = name
-                break
-        return f"{path}.py is written by {tool} when the package is built", helps
-
-    # A compiled extension: its source is there, or the build says that it compiles one.
-    short, whole = re.escape(stem.lstrip("_")), re.escape(stem)
-    extension = re.compile(
-        rf"(?i:(^|/){short}\w*\.(pyx|c|cc|cpp|cxx|rs|f90))$"
-        rf"|(^|/){whole}\.(pyx|c|cc|cpp|cxx|rs)$"
-    )
-    sources = [name for name in files if extension.search(name)]
-    declares = re.search(
-        rf"['\"]{re.escape(module)}['\"]|ext_modules|cythonize|maturin|setuptools.rust"
-        r"|py-modules-extension|mypycify",
-        build,
-    )
-    if sources or (declares and not any(name.startswith(f"{path}.py") for name in files)):
-        source = f" from {sources[0]}" if sources else ""
-        return f"{module} is an extension that the build compiles{source}", helps
-    return None
-
-
-def explain_error(where, text, files, own, repo):
-    """What an error of a suite means and what helps, in one line.
-
-    where: the test or file it belongs to; own: top-level names of the repository; repo: its path as
-    the user gave it."""
-    first = f"{where}: {text}" if where else text
-
-    # A plugin of pytest is missing: for a fixture, a mark, async tests.
-    if match := re.search(r"fixture '(\w+)' not found", text):
-        name = provider(match[1])
-        if name:
-            return f"{first}; the plugin {name} provides it: pip install {name}"
-        return f"{first}; a plugin or a conftest.py that is not here provides it"
-    if match := re.search(r"'(\w+)' not found in `markers`", text):
-        name = provider(match[1])
-        hint = f"; the plugin {name} provides the mark: pip install {name}" if name else ""
-        return first + hint
-    if "async def functions are not natively supported" in text:
-        known = {"pytest-asyncio", "anyio", "pytest-trio", "pytest-aiohttp", "pytest-twisted"}
-        named = sorted(known & declared_names(files))
-        helps = f"pip install {named[0]}" if named else "pytest-asyncio and anyio are such plugins"
-        return f"{where}: its async tests need a plugin that runs them: {helps}"
-
-    # The package was never installed, or a module is missing.
-    if re.search(
-        r"PackageNotFoundError: (?:No package metadata was found for )?['\"]?([\w.-]+)", text
-    ):
-        return (
-            f"{first}; the package asks for its own metadata, which only an installation or a "
-            "build writes: unpack a source distribution, or give it a PKG-INFO with its name and "
-            "version"
-        )
-    if module := missing_module(text):
-        return f"{first}; {explain_missing(module, files, own, repo)}"
-    if "import file mismatch" in text:
-        return (
-            f"{first}; two test files have one name: the authors' --import-mode=importlib, or an "
-            "__init__.py in each folder, helps"
-        )
-    return first
-
-
-def explain_missing(module, files, own, repo):
-    """What helps where a module is missing. own: the names that the repository's files take."""
-    # A module of the repository may be written by a build; any other one may be declared.
-    top = module.partition(".")[0]
-    if top in own:
-        built = written_by_build(module, files)
-        if built:
-            return f"{built[0]}: {built[1]} {repo}, then run this again"
-    elif normalised(top) in declared_names(files):
-        name = normalised(top)
-        return f"it is declared but not installed: pip install {name}, or --autoinstall"
-
-    # Otherwise it is a part of the repository that is not here, judged by its place or its name.
-    is_helper = re.search(r"test|conftest|helper|util|support|fixtures", top)
-    if top in own or is_helper or any(path.split("/")[0] == top for path in files):
-        return (
-            f"the module {module} is not in this folder (a source distribution often "
-            "leaves the helpers of its tests out): use a checkout of the repository"
-        )
-    return f"install the package that has the module {module} for this Python"
-
-
-def explain_usage(said):
-    """(file name of the conftest.py that failed, or "", and the line of pytest's own output that
-    says why it did not start)."""
-    lines = [line.strip() for line in said.strip().split("\n") if line.strip()]
-
-    # The patterns stand in the order of how much they tell. The first one that matches any line
-    # decides; of the lines that match it, the last one is taken.
-    telling = (
-        r"E +(.*)",
-        r"INTERNALERROR>\s*([\w.]+(?:Error|Warning|Exception|Exit): .*)",
-        r"((?:ERROR|error|.*: error:|INTERNALERROR|\w*(?:Error|Exception|Exit):).*)",
-        r"([\w.]*(?:Error|Exception|Interrupt)\b.*)",
-    )
-    why = lines[-1] if lines else ""
-    for pattern in telling:
-        marked = [match[1] for line in lines if (match := re.match(pattern, line))]
-        if marked:
-            why = marked[-1]
-            break
-
-    # Whose fault it is, where pytest names a conftest.py.
-    conftest = first_group(r"ImportError while loading conftest '([^']*)'", lines)
-    return conftest.rpartition("/")[2], why[:300]
+def whole_functions(nodes, known):
+    """These node ids. Where every known case of a test function is among them, the id of the
+    function stands for all."""
+    left = {node.split("[")[0] for node in known if node not in nodes}
+    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})

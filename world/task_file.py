@@ -12,6 +12,7 @@ from pathlib import Path
 
 from world import suite as suites
 from world.files import unified
+from world.mutants import list_changes, lost_names
 from world.source import file_of_test, find_test, function_of_test
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
@@ -46,7 +47,7 @@ def read_tasks(path):
         try:
             task = Task.from_json(line)
             check_task(task)
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
 
         # The first line with an id keeps it.
@@ -61,19 +62,25 @@ def read_tasks(path):
     return tasks
 
 
+def demand(truth):
+    """Raises ValueError where something does not hold. An `assert` is left out by python -O."""
+    if not truth:
+        raise ValueError
+
+
 def check_task(task):
     """Raises one of the errors that read_tasks expects, unless the task can be played and
     judged."""
     # The fields have the right types.
     texts = (task.problem_statement, task.instance_id, task.test_command)
-    assert all(isinstance(text, str) for text in texts)
-    assert isinstance(task.hidden, list) and type(task.level) is int
-    assert set(task.tools) <= FUNCTIONS.keys() and isinstance(task.meta.get("style", []), list)
+    demand(all(isinstance(text, str) for text in texts))
+    demand(isinstance(task.hidden, list) and type(task.level) is int)
+    demand(set(task.tools) <= FUNCTIONS.keys() and isinstance(task.meta.get("style", []), list))
 
     # No path leads out of the tree, and every name and text can be written.
     for tree in (task.files, task.solution, task.meta.get("pristine", {})):
         for path, text in tree.items():
-            assert not os.path.isabs(path) and ".." not in Path(path).parts and "\0" not in path
+            demand(not os.path.isabs(path) and ".." not in Path(path).parts and "\0" not in path)
             path.encode("utf-8", "surrogateescape")
             text.encode("utf-8", "surrogateescape")
 
@@ -83,9 +90,9 @@ def check_task(task):
         return
 
     # A generated codebase: the judge calls functions by [module, function, arguments, expected].
-    assert {"tests.py", "check.py"} <= task.files.keys()
+    demand({"tests.py", "check.py"} <= task.files.keys())
     for module, name, words, _ in task.hidden + task.meta["visible"]:
-        assert isinstance(module + name, str) and isinstance(words, list) and words
+        demand(isinstance(module + name, str) and isinstance(words, list) and words)
 
 
 def check_repository_task(task):
@@ -94,17 +101,19 @@ def check_repository_task(task):
     meta = task.meta
     # The hidden tests stand in the pristine files, and every hidden case is one of theirs.
     for group in meta["hidden_groups"]:
-        assert find_test(meta["pristine"][file_of_test(group)], group)
-    assert all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden)
+        demand(find_test(meta["pristine"][file_of_test(group)], group))
+    demand(all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden))
 
-    # Each test with twins stands somewhere, and its changes are given by their numbers.
+    # The names of the feature are texts. Each test with mutants stands somewhere, and each mutant
+    # is a number of one of its changes and a place.
+    demand(all(isinstance(name, str) for name in meta["names"]))
     tests = {**task.files, **meta["pristine"]}
-    for group, sites in meta.get("twins", {}).items():
-        assert find_test(tests[file_of_test(group)], group)
-        assert isinstance(sites, list) and all(type(site) is int for site in sites)
+    for group, mutants in meta["mutants"].items():
+        number = len(list_changes(tests[file_of_test(group)], group, lost_names(meta["names"])))
+        for change, place in mutants:
+            demand(type(change) is type(place) is int and 0 <= change < number and 0 <= place)
 
-    # The names of the feature and the required tests are texts, and the plan has the form of one.
-    assert all(isinstance(name, str) for name in meta.get("names", []))
+    # The required tests are texts, and the plan has the form of one.
     required = task.FAIL_TO_PASS + task.PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
-    assert all(isinstance(node, str) for node in required)
+    demand(all(isinstance(node, str) for node in required))
     suites.plan_of_task(meta.get("suite"))

@@ -1,4 +1,4 @@
-"""command/gpu_memory.py: the memory that a training step takes on one GPU, from shapes alone.
+"""fast/gpu_memory.py: the memory that a training step takes on one GPU, from shapes alone.
 
 train.py asks before it has built anything: does the gpu scale fit on this card, and how many tokens
 at a time? benchmarks/plan.py asks for whole clusters. Weights, gradients and optimizer state are
