@@ -59,7 +59,6 @@ from world.features import (
 )
 from world.files import printable, unified
 from world.gates import (
-    Discard,
     check_collected,
     check_imports,
     check_original,
@@ -77,7 +76,7 @@ from world.repository import definitions, study
 from world.run_suite import run_suite
 from world.sandbox import Sandbox, repository_sandbox, sandbox_for
 from world.source import function_of_test
-from world.task import Action, Refusal, Task
+from world.task import Action, Discard, Refusal, Task
 from world.task_file import instance, read_tasks
 from world.task_flags import read_flags, refuse_unwritable
 from world.tools import TOOLS

@@ -211,13 +211,6 @@ SAME_NAMES = {
         "except ImportError:\n    def f(x):\n        b = x\n        return b\nfinally:\n    X = 1\n",
         2,
     ),
-    "registrations": (
-        "f",
-        "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
-        "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
-        "    c = x\n    return c\n\n\ndef kept():\n    return 'kept'\n",
-        3,
-    ),
     "a redefinition": (
         "f",
         "def f(x):\n    a = x\n    return a\n\n\ndef g():\n    return 'kept'\n\n\n"
@@ -249,11 +242,7 @@ def test_definitions_that_share_a_name_are_one_feature_and_nothing_else_is_lost(
     assert stub.count("def ") == text.count("def ") and stub.count("kept") == text.count("kept")
     if "." not in name:
         gone = cut({"m.py": text}, name, GONE)["m.py"]
-        assert (
-            f"def {name}(" not in gone
-            and "register" not in gone
-            and gone.count("kept") == text.count("kept")
-        )
+        assert f"def {name}(" not in gone and gone.count("kept") == text.count("kept")
         assert {line for line in gone.split("\n")} <= {line for line in text.split("\n")} | {
             "    pass"
         }
@@ -265,6 +254,20 @@ def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_ne
         "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
     )
     assert repository.definitions({"m.py": text}) == []
+
+
+def test_functions_that_are_registered_with_a_feature_stay_and_need_it():
+    text = (
+        "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
+        "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
+        "    c = x\n    return c\n"
+    )
+    stub = cut({"m.py": text}, "f", STUB)["m.py"]
+    assert stub == text.replace("    a = x\n    return a", "    raise NotImplementedError")
+    gone = cut({"m.py": text}, "f", GONE)["m.py"]
+    assert gone == text.replace(text[text.index("@functools") : text.index("@f.register\n")], "")
+    with pytest.raises(NameError):  # so no such task is made: the module does not import
+        exec(gone, {})
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
@@ -322,16 +325,14 @@ def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
 # ------------------------------------------------------------ names in imports and in __all__
 # shop/__init__.py -> the same file after `gross` was removed, written by hand
 EXPORTS = {
+    "from .price import *\n__all__ = []\n__all__.extend(('twice', 'gross'))\n__all__.extend(['gross'])\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n__all__.extend([])\n",
     "from .price import gross, twice\n__all__ = ['gross', 'twice']\n": "from .price import twice\n__all__ = ['twice']\n",
     "from .price import twice, gross\n__all__ = ('twice', 'gross')\n": "from .price import twice\n__all__ = ('twice',)\n",
     "from .price import twice\nfrom .price import gross as g\n__all__ = 'g', 'twice', 'a'\na = 1\n": "from .price import twice\n__all__ = 'twice', 'a'\na = 1\n",
     "import os; from .price import gross; X = 1\n__all__ = ('gross',)\n": "import os; pass; X = 1\n__all__ = ()\n",
     "from .price import (\n    gross,  # the one\n    twice,  # kept\n)\n__all__ = [\n    'gross',  # the one\n    'twice',  # kept\n]\n": "from .price import (\n    twice,  # kept\n)\n__all__ = [\n    'twice',  # kept\n]\n",
     "from .price import twice, \\\n    gross\n__all__ = []\n__all__ += ['gross']\n": "from .price import twice\n__all__ = []\n__all__ += []\n",
-    "from .price import *\n__all__ = []\n__all__.append('gross')\n__all__.extend(('twice', 'gross'))\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n",
     "from .price import gross, twice\n__all__: list = ['gross'] + ['twice', \"gross\"]\n": "from .price import twice\n__all__: list = [] + ['twice']\n",
-    "from .price import gross, twice\n__all__ = 'gross twice'.split()\n": "from .price import twice\n__all__ = 'twice'.split()\n",
-    "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n": "from .price import twice\n__all__ = [twice.__name__]\n",
     "import sys\nif sys.maxsize > 1:\n    from shop.price import gross\n    from .price import twice\nelse:\n    from shop.price import gross\n": "import sys\nif sys.maxsize > 1:\n    from .price import twice\nelse:\n    pass\n",
     "try:\n    from .fast import gross\nexcept ImportError:\n    from .price import gross\n__all__ = ['twice']\nfrom .price import twice\n": "try:\n    from .fast import gross\nexcept ImportError:\n    pass\n__all__ = ['twice']\nfrom .price import twice\n",
     "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n": "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n",
@@ -352,6 +353,34 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
     assert base["shop/__init__.py"] == EXPORTS[before]
     write(tmp_path, base)
     subprocess.run([sys.executable, "-c", "from shop import *"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from .price import gross, twice\n__all__ = 'gross twice'.split()\n",
+        "from .price import gross, twice\n__all__ = ['twice']\n__all__.append('gross')\n",
+        "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n",
+        "from .price import gross, twice\n__all__ = {'gross', 'twice'}\n",
+    ],
+)
+def test_a_form_of_all_that_is_not_edited_makes_no_task_of_the_whole_feature(text, tmp_path):
+    files = {**SHOP, "shop/__init__.py": text}
+    with pytest.raises(gates.Discard, match="`__all__` names it"):
+        cut(files, "gross", GONE)
+    assert cut(files, "gross", STUB)["shop/__init__.py"] == text
+    # A word that only begins like the name is another one.
+    longer = "from .price import gross\n__all__ = 'gross_total'.split()\n"
+    assert "split" in cut({**SHOP, "shop/__init__.py": longer}, "gross", GONE)["shop/__init__.py"]
+
+
+def test_what_python_could_not_read_after_the_cut_makes_no_task():
+    text = "@(  # mail a@b.c\n    id\n)\ndef f(x):\n    a = x\n    return a\n"
+    with pytest.raises(gates.Discard, match="cannot be cut out of its file"):
+        cut({"m.py": text}, "f", GONE)
+    assert cut({"m.py": text}, "f", STUB)["m.py"].endswith(
+        "def f(x):\n    raise NotImplementedError\n"
+    )
 
 
 def test_a_name_is_followed_through_modules_that_hand_it_on():

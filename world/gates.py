@@ -30,10 +30,7 @@ from world.source import (
     file_of_test,
     function_of_test,
 )
-
-
-class Discard(Exception):
-    """Why a deletion makes no task, in a few words."""
+from world.task import Discard
 
 
 # ---------------------------------------------------------------- the rest still works
