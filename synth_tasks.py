@@ -54,7 +54,6 @@ from world.features import (
     draw_feature,
     feature_id,
     repository_prompt,
-    statistics_of,
     why_no_feature,
 )
 from world.files import printable, unified
@@ -562,13 +561,12 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),
-            "statistics": statistics_of(repository, chosen, helpers),
             **tree_meta(files),
         },
     )
 
     # 5) A body that anybody could write does not solve it, and the original does.
-    check_trivial_bodies(files, chosen, task, sandbox, patient)
+    check_trivial_bodies(files, chosen, task, patient)
     return check_original(task, repository, patient)
 
 

@@ -137,14 +137,9 @@ def machine_index(tops):
 
 def places(names):
     """[(name, place)] of every folder or module with one of these names in what a sandbox shows of
-    this machine, but for folders that hold Python itself or its library."""
-    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
-    index, found = machine_index(shown_folders()), []
-    for name in names:
-        for place in (os.path.join(folder, name) for folder in index.get(name, ())):
-            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
-                found.append((name, Path(place)))
-    return found
+    this machine."""
+    index = machine_index(shown_folders())
+    return [(name, Path(folder, name)) for name in names for folder in index.get(name, ())]
 
 
 def packed(archive, names):
@@ -176,14 +171,12 @@ def telltales(files, names):
         # In a file of plain words a name alone says nothing: its definition has to be there.
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
         before = rb"(?:def|class)\s+" if is_plain else rb"\b"
-        words = [re.compile(before + name.encode() + rb"\b") for name in names]
+        words = re.compile(before + rb"(?:%s)\b" % "|".join(names).encode())
 
         # The file as it is, and whatever is packed in it.
         data = text.encode("utf-8", "surrogateescape")
-        for part in leftovers.unpacked(data):
-            if any(word.search(part) for word in words):
-                found.append(path)
-                break
+        if any(map(words.search, leftovers.unpacked(data))):
+            found.append(path)
     return found
 
 

@@ -291,7 +291,7 @@ def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedErro
             start, end, indent = span
             arguments = node.args.posonlyargs + node.args.args
             names = [argument.arg for argument in arguments if argument.arg != "self"]
-            edits.append((start, end, indent + body.format(first=(names or ["None"])[0])))
+            edits.append((start, end, indent + body.replace("{first}", (names or ["None"])[0])))
     return cut(source, edits)
 
 
