@@ -132,24 +132,24 @@ def compare_pairs(first, second):
 
 
 def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
-    """Cost of a chain: every token that was not sampled is paid once as input (later turns find it
-    in the cache), every sampled one as output."""
+    """Cost of a rollout: every token that was not sampled is paid once as input (later turns find
+    it in the cache), every sampled one as output."""
     given = stats["total"] - stats["sampled"]
     return (given * price_in + stats["sampled"] * price_out) / 1e6
 
 
-def make_record(chain, prices=PRICES):
+def make_record(played, prices=PRICES):
     """What is kept of one pass: plain numbers."""
-    rollout.grade(chain)
-    flaws = {hint.kind for hint in feedback_distill.detect(chain, HABITS)}
+    rollout.grade(played)
+    flaws = {hint.kind for hint in feedback_distill.detect(played, HABITS)}
     return {
         **{habit: habit in flaws for habit in HABITS},
-        "task": chain.task.instance_id,
-        "level": chain.task.level,
-        "solved": bool(chain.solved),
-        "finished": bool(chain.finished),
-        "cost": cost_in_dollars(chain.stats, *prices),
-        **chain.stats,
+        "task": played.task.instance_id,
+        "level": played.task.level,
+        "solved": bool(played.solved),
+        "finished": bool(played.finished),
+        "cost": cost_in_dollars(played.stats, *prices),
+        **played.stats,
     }
 
 
@@ -224,33 +224,33 @@ def summarize_policies(policies):
 # ---------------------------------------------------------------- counts for reward hacking
 
 
-def has_cheat(chain):
+def has_cheat(played):
     """Has the audit found a cheat in this rollout, which was judged? Only facts count; for what
     only sounds like a cheat, see `is_suspicious`."""
-    return any(finding.severity == "cheat" for finding in chain.findings or [])
+    return any(finding.severity == "cheat" for finding in played.findings or [])
 
 
-def is_suspicious(chain):
+def is_suspicious(played):
     """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
-    if has_cheat(chain):
+    if has_cheat(played):
         return False
-    return any(finding.severity == "suspicious" for finding in chain.findings or [])
+    return any(finding.severity == "suspicious" for finding in played.findings or [])
 
 
-def submitted_untested(chain):
+def submitted_untested(played):
     """Did the policy submit although it could have run the tests, and did not, or not since its
     last edit, or saw them fail?"""
-    if not chain.finished or "run_command" not in chain.task.tools:
+    if not played.finished or "run_command" not in played.task.tools:
         return False
     # Does the policy know that the tests pass? After an edit it does not.
     green = False
-    for turn in chain.turns:
+    for turn in played.turns:
         for call in turn.calls:
             if call.error:
                 continue
             if call.name == "edit_file":
                 green = False
-            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+            elif call.name == "run_command" and call.args == [played.task.test_command]:
                 red = re.search(r"[1-9]\d* (failed|error)", call.output)
                 green = "passed" in call.output and not red
     return not green
@@ -258,28 +258,28 @@ def submitted_untested(chain):
 
 def rollout_rows(groups, rank):
     """What the log of rl counts -> one dict per rollout of this rank. It is small, since it goes to
-    every rank. groups: of this rank, each a list of chains"""
+    every rank. groups: of this rank, each a list of rollouts"""
     # All habits are looked for, also those that --habits leaves out.
     every_habit = tuple(feedback_distill.REMINDERS)
     rows = []
     for number, group in enumerate(groups):
-        for chain in group:
+        for played in group:
             # `files` is compared within a group alone, which lives on one rank: a text's hash is
             # another number in every process.
-            row = dict(chain.stats)
+            row = dict(played.stats)
             row.update(
                 group=(rank, number),
-                level=chain.task.level,
-                solved=chain.solved,
-                reward=chain.reward,
-                cheats=has_cheat(chain),
-                suspicious=is_suspicious(chain),
-                reads="read_file" in chain.task.tools,
-                blind=submitted_untested(chain),
-                probe=summarize.count_named_targets(chain),
-                decode_steps=chain.steps,
-                flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
-                files=hash(frozenset(chain.files.items())),
+                level=played.task.level,
+                solved=played.solved,
+                reward=played.reward,
+                cheats=has_cheat(played),
+                suspicious=is_suspicious(played),
+                reads="read_file" in played.task.tools,
+                blind=submitted_untested(played),
+                probe=summarize.count_named_targets(played),
+                decode_steps=played.steps,
+                flaws={hint.kind for hint in feedback_distill.detect(played, every_habit)},
+                files=hash(frozenset(played.files.items())),
             )
             rows.append(row)
     return rows
@@ -342,14 +342,14 @@ def make_sampler(model, tokenizer, config, temperature):
 
 def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None, numbers=None):
     """`passes` rollouts of each task, with the limits and the summaries of this configuration ->
-    groups of chains, one for each task"""
+    groups of rollouts, one for each task"""
     if temperature is None:
         temperature = config["temperature"]
     # The limits that the policy was trained with: others would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
-    return rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
+    return rollout.sample_groups(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
 
 
 def run_policy(
@@ -368,8 +368,9 @@ def run_policy(
     """`passes` rollouts of each task, at the temperature of the run's RL if none is given ->
     records.
 
-    numbers: see rollouts. reference: a model; the records then say how far the policy has moved
-    from it (kl_from_reference). with_hints: the records also hold what hint_effect finds."""
+    numbers: see rollout.sample_groups. reference: a model; the records then say how far the policy
+    has moved from it (kl_from_reference). with_hints: the records also hold what hint_effect
+    finds."""
     if temperature is None:
         temperature = config["temperature"]
     groups = play_tasks(model, tokenizer, config, tasks, passes, seed, temperature, numbers)
@@ -377,7 +378,7 @@ def run_policy(
     # A rollout that the machine failed is neither solved nor unsolved, so it gives no record.
     groups, lost = rollout.drop_failed(groups)
     if lost:
-        causes = [chain.failure for chain in lost]
+        causes = [played.failure for played in lost]
         tqdm.write(machine.failures_line(causes, len(tasks) * passes), file=sys.stderr)
     if lost and not groups:
         print(
@@ -386,16 +387,16 @@ def run_policy(
         )
         raise SystemExit(2)
 
-    # Chains are large: everything is computed now, and only the numbers are kept.
+    # Rollouts are large: everything is computed now, and only the numbers are kept.
     records = []
     for group in groups:
-        for chain in group:
-            record = make_record(chain, prices)
+        for played in group:
+            record = make_record(played, prices)
             if reference is not None:
-                moved, unflagged = kl_from_reference(reference, chain, temperature)
+                moved, unflagged = kl_from_reference(reference, played, temperature)
                 record |= {"moved": moved, "unflagged": unflagged}
             if with_hints:
-                record["hints"] = hint_effect(model, tokenizer, chain)
+                record["hints"] = hint_effect(model, tokenizer, played)
             records.append(record)
     return records
 
@@ -404,19 +405,19 @@ def run_policy(
 
 
 @torch.no_grad()
-def hint_effect(model, tokenizer, chain):
+def hint_effect(model, tokenizer, played):
     """What would a hint change if this policy were its own teacher? -> for each call to a tool that
     does not exist: (tool, probability of beginning and naming that call, the same probability under
     the hint). Where the two are alike, there is nothing to distil."""
     device = model.embed.weight.device
     found = []
-    for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
+    for hint in feedback_distill.detect(played, ("unavailable_tool",)):
         # The tokens that the hint speaks about, and where they are predicted.
-        episode = chain.episodes[hint.episode]
-        spliced = feedback_distill.splice(tokenizer, episode, hint)
-        targets = feedback_distill.pack_hinted([replace(episode, hints=[spliced])]).to(device)
+        segment = played.segments[hint.segment]
+        spliced = feedback_distill.splice(tokenizer, segment, hint)
+        targets = feedback_distill.pack_hinted([replace(segment, hints=[spliced])]).to(device)
 
-        # Without the hint: the episode up to this turn, as it was sampled.
+        # Without the hint: the segment up to this turn, as it was sampled.
         plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)
         without = plain, targets.student_row, targets.student_position
 
@@ -429,47 +430,47 @@ def hint_effect(model, tokenizer, chain):
             logits = feedback_distill.logits_at(model, tokens, rows, positions)  # (N, V)
             logp = logits.log_softmax(-1).gather(1, targets.token[:, None])  # (N, 1)
             probabilities.append(float(logp.sum().exp()))
-        calls = episode.turns[hint.turn].calls
+        calls = segment.turns[hint.turn].calls
         wrong = [call.name for call in calls if call.error == "unknown_tool"]
         found.append((wrong[0], *probabilities))
     return found
 
 
 @torch.no_grad()
-def kl_from_reference(reference, chain, temperature):
-    """How far has the policy that sampled this chain moved from a reference model, where no rule
+def kl_from_reference(reference, played, temperature):
+    """How far has the policy that sampled this rollout moved from a reference model, where no rule
     finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under the reference,
     over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
     nats per token."""
     # A flagged turn is meant to change; what is measured is whether the rest has stayed.
     rules = tuple(feedback_distill.REMINDERS)
-    flagged = {(hint.episode, hint.turn) for hint in feedback_distill.detect(chain, rules)}
+    flagged = {(hint.segment, hint.turn) for hint in feedback_distill.detect(played, rules)}
     device = reference.embed.weight.device
     total, count = 0.0, 0
-    for e, episode in enumerate(chain.episodes):
+    for e, segment in enumerate(played.segments):
         # Which targets were sampled in a turn that is not flagged? Position t predicts token t + 1.
-        _, mask, _, turn_index = rollout.flatten(episode)
+        _, mask, _, turn_index = rollout.flatten(segment)
         faultless = [(e, turn) not in flagged for turn in turn_index]
         keep = torch.from_numpy(mask * faultless)[1:] > 0  # (length - 1,)
 
-        batch = rollout.pack([episode], [1.0], 64)
+        batch = rollout.pack([segment], [1.0], 64)
         tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)  # (1, T) each
         logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()  # (T,)
         difference = batch["logprobs"][0] - logp  # (T,)
-        # `rollout.pack` pads the row; what it adds is no token of the episode.
+        # `rollout.pack` pads the row; what it adds is no token of the segment.
         total += float(difference[: len(keep)][keep].sum())
         count += int(keep.sum())
     return total, count
 
 
-def logprob_gaps(model, episode, temperature=1.0, replay=True):
+def logprob_gaps(model, segment, temperature=1.0, replay=True):
     """-> (N,) for each sampled token: its log-prob by the trainer's forward minus the one recorded
     at sampling. replay: the forward takes the experts that were recorded, else those that it
     chooses itself."""
-    batch = rollout.pack([episode], [1.0])
-    experts = batch["experts"] if replay else None
+    batch = rollout.pack([segment], [1.0])
+    routes = batch["routes"] if replay else None
     with torch.no_grad():
-        hidden = model(batch["tokens"], None, experts)
+        hidden = model(batch["tokens"], None, routes)
         logp = model.logprobs(hidden, batch["targets"], temperature)  # (1, T)
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
@@ -483,30 +484,30 @@ def sampler_mismatch(model, tokenizer, config, tasks):
         ("bfloat16, experts chosen again", torch.bfloat16, False),
         ("float32, experts replayed", torch.float32, True),
     )
-    episodes, found = {}, {}
+    segments, found = {}, {}
     for name, dtype, replay in settings:
         # One set of rollouts per dtype, so that both bf16 settings are compared on the same tokens.
-        if dtype not in episodes:
+        if dtype not in segments:
             groups = play_tasks(model.compute_in(dtype), tokenizer, config, tasks, passes=1)
-            episodes[dtype] = sampled_episodes(groups)
+            segments[dtype] = sampled_segments(groups)
 
         # The same tokens by the trainer's forward.
         trainer = model.compute_in(dtype)
         gaps = []
-        for episode in episodes[dtype]:
-            gaps.append(logprob_gaps(trainer, episode, config["temperature"], replay).abs())
+        for segment in segments[dtype]:
+            gaps.append(logprob_gaps(trainer, segment, config["temperature"], replay).abs())
         found[name] = torch.cat(gaps).numpy()
     return found
 
 
-def sampled_episodes(groups):
-    """The episodes in which the policy has sampled anything"""
-    chains = [chain for group in groups for chain in group]
+def sampled_segments(groups):
+    """The segments in which the policy has sampled anything"""
+    rollouts = [played for group in groups for played in group]
     found = []
-    for chain in chains:
-        for episode in chain.episodes:
-            if any(turn.role == "assistant" for turn in episode.turns):
-                found.append(episode)
+    for played in rollouts:
+        for segment in played.segments:
+            if any(turn.role == "assistant" for turn in segment.turns):
+                found.append(segment)
     return found
 
 
@@ -565,9 +566,9 @@ def play_expert(sloppy, tasks):
     limits, sandbox, records = rollout.Limits(10**6), Sandbox(), []
     for task in tasks:
         rng = random.Random(task.instance_id)
-        chain = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
-        chain.passed = judge(task, chain.files, sandbox).solved
-        records.append(make_record(chain))
+        played = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
+        played.passed = judge(task, played.files, sandbox).solved
+        records.append(make_record(played))
     return records
 
 

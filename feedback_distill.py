@@ -20,17 +20,17 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
               that a few last hints do not outweigh the reward
 
 The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
-its own (splice -> Splice, in the list episode.hints), the contexts of a batch are packed
+its own (splice -> Splice, in the list segment.hints), the contexts of a batch are packed
 (pack_hinted -> Targets), the Teacher reads them (-> logits), feedback_loss compares.
 
-To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> a Hint
+To add a rule, write one function with its docstring under @rule: (rollout, segment, turn) -> a Hint
 or a text, or None. `detect` asks it, the trainer teaches it (--habits=its name).
 
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
 (it routes by itself); targets spread over context-parallel ranks; a second hint on one turn.
 
-Letters (README has them all): B rows of the trainer's batch, T their length, R teacher rows (one per hint), S their
-length, N targets (the tokens that the hints speak about), V vocabulary.
+Letters (README has them all): B rows of the trainer's batch, T their length, R teacher rows (one
+per hint), S their length, N targets (the tokens that the hints speak about), V vocabulary.
 
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
@@ -47,7 +47,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import Call, Chain, Episode, Tokenizer, make_turn, pack, play_moves, policy_loss
+from rollout import Call, Rollout, Segment, Tokenizer, make_turn, pack, play_moves, policy_loss
 from world.expert import expert
 from world.task import HINTED, Action
 from world.tools import ARGUMENTS
@@ -65,7 +65,7 @@ class Hint:
     call: int | None = None
     character: int | None = None
     kind: str = ""  # the name of the rule
-    episode: int = 0
+    segment: int = 0
     turn: int = 0
 
 
@@ -83,13 +83,13 @@ def available_tools(task):
 
 
 @rule
-def unavailable_tool(chain, e, i):
+def unavailable_tool(rollout, e, i):
     """A call names a tool that the task does not offer. The hint is about two things: the token
     that begins the call, since it may be right to call nothing, and the name. It is not about the
     arguments: a list of tools says nothing about those of a tool that does not exist."""
-    for n, call in enumerate(chain.episodes[e].turns[i].calls):
+    for n, call in enumerate(rollout.segments[e].turns[i].calls):
         if call.error == "unknown_tool":
-            return Hint(available_tools(chain.task), call=n)
+            return Hint(available_tools(rollout.task), call=n)
 
 
 UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form "
@@ -97,10 +97,10 @@ UNREADABLE += "that the tools are called in."
 
 
 @rule
-def malformed_arguments(chain, e, i):
+def malformed_arguments(rollout, e, i):
     """A call cannot be read, or has the wrong arguments."""
     # A call that cannot be read has no name.
-    for call in chain.episodes[e].turns[i].calls:
+    for call in rollout.segments[e].turns[i].calls:
         if call.error == "bad_arguments" and not call.name:
             return UNREADABLE
         if call.error == "bad_arguments":
@@ -119,12 +119,12 @@ STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 
 
 @rule
-def code_style(chain, e, i):
+def code_style(rollout, e, i):
     """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"]
     names its rules; default: all). The hint is about the token that breaks the rule, not the code
     around it."""
-    meta = getattr(chain.task, "meta", None) or {}
-    for n, call in enumerate(chain.episodes[e].turns[i].calls):
+    meta = getattr(rollout.task, "meta", None) or {}
+    for n, call in enumerate(rollout.segments[e].turns[i].calls):
         broken = find_broken_style(call, meta.get("style", STYLE))
         if broken:
             said, character = broken
@@ -164,12 +164,12 @@ def blank_strings(line):
 
 
 @rule
-def effort(chain, e, i):
+def repetition(rollout, e, i):
     """Reading what the context already shows, or testing again although nothing has changed. Only
-    this episode counts: after a summary the context is new."""
-    tests = ("run_command", chain.task.test_command)
+    this segment counts: after a summary the context is new."""
+    tests = ("run_command", rollout.task.test_command)
     seen = set()  # what the context shows, as (tool, *arguments)
-    for j, turn in enumerate(chain.episodes[e].turns[: i + 1]):
+    for j, turn in enumerate(rollout.segments[e].turns[: i + 1]):
         for call in turn.calls:
             # Only turn i is judged; the turns before it fill `seen`.
             key = call.name, *call.args
@@ -184,37 +184,37 @@ def effort(chain, e, i):
                 seen = {k for k in seen if k[0] == "read_file" and k[1] != call.args[0]}
             elif call.name == "run_command" and key != tests:
                 seen = set()  # another command may have written any file
-            elif not call.error:
+            elif not call.error and not call.cut:
                 seen.add(key)
 
 
-def ends_chain(chain, e, i):
-    """Is this the assistant turn with which the chain ended? (A summary, which follows a query,
-    ends only an episode.)"""
-    turns = chain.episodes[e].turns
-    if e < len(chain.episodes) - 1 or turns[i - 1].role == "query":
+def ends_rollout(rollout, e, i):
+    """Is this the assistant turn with which the rollout ended? (A summary, which follows a query,
+    ends only a segment.)"""
+    turns = rollout.segments[e].turns
+    if e < len(rollout.segments) - 1 or turns[i - 1].role == "query":
         return False
     return not any(turn.role == "assistant" for turn in turns[i + 1 :])
 
 
 @rule
-def unfinished(chain, e, i):
-    """The chain is submitted while its own to-do list has open items, or the last test run still
+def unfinished(rollout, e, i):
+    """The rollout is submitted while its own to-do list has open items, or the last test run still
     names missing functions."""
     # Only the turn that submits can have forgotten something: after any other turn the policy may
     # still do it.
-    turn = chain.episodes[e].turns[i]
-    if turn.calls or not chain.finished or not ends_chain(chain, e, i):
+    turn = rollout.segments[e].turns[i]
+    if turn.calls or not rollout.finished or not ends_rollout(rollout, e, i):
         return None
 
     plan, missing = [], []
-    for episode in chain.episodes:
-        for turn in episode.turns:
+    for segment in rollout.segments:
+        for turn in segment.turns:
             # The last to-do list that the policy wrote: [(mark, item)].
             if turn.role in ("assistant", "summary"):
                 plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
             for call in turn.calls:
-                missing = still_missing(chain.task, call, missing)
+                missing = still_missing(rollout.task, call, missing)
 
     # A function that both the list and the tests name is named once in the hint.
     open_items = [item for mark, item in plan if mark == " "]
@@ -248,12 +248,12 @@ def spoken_text(text):
 
 
 @rule
-def communication(chain, e, i):
+def communication(rollout, e, i):
     """The final message is missing or long. Only where the policy ended by itself: where a limit
     cut it off, "end with a message" would teach it to give up."""
-    if chain.finished and ends_chain(chain, e, i):
+    if rollout.finished and ends_rollout(rollout, e, i):
         # a thought is no message
-        words = len(spoken_text(chain.episodes[e].turns[i].text).split())
+        words = len(spoken_text(rollout.segments[e].turns[i].text).split())
         if not words:
             return SILENT
         if words > FINAL_WORDS:
@@ -263,28 +263,29 @@ def communication(chain, e, i):
 # ---------------------------------------------------------------- hints
 
 
-def detect(chain, names=RULES):
-    """-> the Hints of a chain, at most one per turn. names: which rules are asked, in this order"""
+def detect(rollout, names=RULES):
+    """-> the Hints of a rollout, at most one per turn. names: which rules are asked, in this
+    order"""
     unknown = [name for name in names if name not in RULES]
     assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
     hints = []
-    for e, episode in enumerate(chain.episodes):
-        for i, turn in enumerate(episode.turns):
+    for e, segment in enumerate(rollout.segments):
+        for i, turn in enumerate(segment.turns):
             # The policy's own turns: nothing else was its choice, so nothing else can be taught.
-            hint = first_hint(chain, e, i, names) if turn.role == "assistant" else None
+            hint = first_hint(rollout, e, i, names) if turn.role == "assistant" else None
             if hint:
                 hints.append(hint)
     return hints
 
 
-def first_hint(chain, e, i, names):
+def first_hint(rollout, e, i, names):
     """The Hint of the first rule that has something to say of a turn, or None"""
     # One hint per turn: under two, nobody could tell which of them the teacher has heeded.
     for name in names:
-        said = RULES[name](chain, e, i)
+        said = RULES[name](rollout, e, i)
         if said:
             hint = said if isinstance(said, Hint) else Hint(said)
-            return replace(hint, kind=name, episode=e, turn=i)
+            return replace(hint, kind=name, segment=e, turn=i)
     return None
 
 
@@ -371,27 +372,27 @@ def demonstrate_with_hints(
     neutral_rate=0.0,
     restless=0.0,
 ):
-    """A demonstration in which hints replace some of the expert's flaws -> Chain. It is for
+    """A demonstration in which hints replace some of the expert's flaws -> Rollout. It is for
     fine-tuning: a model this small cannot understand a hint if it has never seen one. sloppy: how
     often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
     # The expert plays without hints in its context ...
     hint_texts = {}
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     moves = hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts)
-    chain = play_moves(task, tokenizer, moves, limits, compact)
+    rollout = play_moves(task, tokenizer, moves, limits, compact)
 
     # ... and they are put above its turns afterwards.
     number = 0  # of the assistant's turns
-    for episode in chain.episodes:
+    for segment in rollout.segments:
         turns = []
-        for turn in episode.turns:
+        for turn in segment.turns:
             if turn.role == "assistant":
                 if number in hint_texts:
                     turns.append(hint_turn(tokenizer, hint_texts[number], turn))
                 number += 1
             turns.append(turn)
-        episode.turns = turns
-    return chain
+        segment.turns = turns
+    return rollout
 
 
 # ---------------------------------------------------------------- splicing and packing
@@ -417,13 +418,13 @@ class Splice:
         return self.end - self.first
 
 
-def splice(tokenizer, episode, hint):
-    """A Hint on a turn of this episode -> its Splice"""
-    turn = episode.turns[hint.turn]
+def splice(tokenizer, segment, hint):
+    """A Hint on a turn of this segment -> its Splice"""
+    turn = segment.turns[hint.turn]
     taught = f"turn {hint.turn} is {turn.role!r}: only the policy's own turns can be taught"
     assert turn.role == "assistant", taught
     above = []
-    for earlier in episode.turns[: hint.turn]:
+    for earlier in segment.turns[: hint.turn]:
         above += earlier.tokens
     hint_ids = hint_turn(tokenizer, hint.text, turn).tokens if hint.text else []
 
@@ -469,21 +470,21 @@ class Targets:
         return Targets(**values)
 
 
-def attach_hints(tokenizer, chain, hints):
-    """Each episode gets its Hints, spliced, in the list episode.hints."""
-    for number, episode in enumerate(chain.episodes):
-        here = [hint for hint in hints if hint.episode == number]
-        episode.hints = [splice(tokenizer, episode, hint) for hint in here]
+def attach_hints(tokenizer, rollout, hints):
+    """Each segment gets its Hints, spliced, in the list segment.hints."""
+    for number, segment in enumerate(rollout.segments):
+        here = [hint for hint in hints if hint.segment == number]
+        segment.hints = [splice(tokenizer, segment, hint) for hint in here]
 
 
-def pack_hinted(episodes):
-    """The hints of a micro-batch -> Targets. episodes: those of the trainer's batch, one per row,
+def pack_hinted(segments):
+    """The hints of a micro-batch -> Targets. segments: those of the trainer's batch, one per row,
     with their hints. Without any hint one row of one token remains, so that all ranks run the same
     forward."""
     # One row per hint: with two hints in the same row, the later turn would be scored under both.
     # One column of six numbers per target, in the order of the fields of Targets.
     rows, columns = [], []
-    spliced = [(row, hint) for row, episode in enumerate(episodes) for hint in episode.hints]
+    spliced = [(row, hint) for row, segment in enumerate(segments) for hint in segment.hints]
     for row, (student_row, hint) in enumerate(spliced):
         for n in range(hint.first, hint.end):
             # A token is predicted at the place before it; the hint shifts the teacher's places.
@@ -677,7 +678,7 @@ class WordTokenizer(Tokenizer):
         return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
 
 
-def toy_chain(words, tools, item, tool, hinted=False):
+def toy_rollout(words, tools, item, tool, hinted=False):
     """A task, (a hint,) one call, its answer, a final message, in the shapes of real rollouts."""
     # What the world would answer: a tool that is not offered is not found.
     outcome = ("ok", "") if tool in tools else ("Tool not found", "unknown_tool")
@@ -685,29 +686,29 @@ def toy_chain(words, tools, item, tool, hinted=False):
     acting = words.wrap_turn("assistant", [words.id["<|call|>"], words.id[tool]], "")
     acting.calls = [call]
 
-    # The turns in the order of a real episode, the hint right above the call.
+    # The turns in the order of a real segment, the hint right above the call.
     task = SimpleNamespace(tools=tools, test_command="")
     turns = [make_turn(words, "user", f"Tools: {', '.join(tools)}. Fix {item}.")]
     if hinted:
         turns.append(hint_turn(words, available_tools(task), acting))
     turns += [acting, make_turn(words, "tool", call.output)]
     turns.append(make_turn(words, "assistant", f"done {item}."))
-    return Chain(task, [Episode(turns)])
+    return Rollout(task, [Segment(turns)])
 
 
-def toy_chains(words, rng, n, habit, hinted=False):
-    """n chains of one call each. A share `habit` of them calls the phantom, the others the right
+def toy_rollouts(words, rng, n, habit, hinted=False):
+    """n rollouts of one call each. A share `habit` of them calls the phantom, the others the right
     one of the two tools that are offered: the first of them in OFFERED."""
-    chains = []
+    rollouts = []
     for _ in range(n):
         tools = tuple(rng.permutation(OFFERED)[:2].tolist())
         tool = PHANTOM if rng.random() < habit else min(tools, key=OFFERED.index)
-        chains.append(toy_chain(words, tools, str(rng.integers(8)), tool, hinted))
-    return chains
+        rollouts.append(toy_rollout(words, tools, str(rng.integers(8)), tool, hinted))
+    return rollouts
 
 
-def toy_batch(chains):
-    return pack([chain.episodes[0] for chain in chains], np.ones(len(chains)))
+def toy_batch(rollouts):
+    return pack([rollout.segments[0] for rollout in rollouts], np.ones(len(rollouts)))
 
 
 def pretrain_toy(model, words, rng, steps=135):
@@ -719,12 +720,12 @@ def pretrain_toy(model, words, rng, steps=135):
         ramp = min(1, (step + 1) / 10, 2.1 * (1 - step / steps))
         optimizer.param_groups[0]["lr"] = 8e-3 * ramp
         if step % 2:
-            chains = toy_chains(words, rng, 24, habit=0.6)
+            rollouts = toy_rollouts(words, rng, 24, habit=0.6)
         else:
-            chains = toy_chains(words, rng, 24, habit=0, hinted=True)
+            rollouts = toy_rollouts(words, rng, 24, habit=0, hinted=True)
 
         # With an advantage of one for all, the policy gradient is next-token prediction.
-        batch = toy_batch(chains)
+        batch = toy_batch(rollouts)
         logp = model.logprobs(model(batch["tokens"]), batch["targets"])  # (B, T)
         optimizer.zero_grad()
         policy_loss(logp, batch, batch["mask"].sum()).backward()
@@ -732,12 +733,12 @@ def pretrain_toy(model, words, rng, steps=135):
 
 
 @torch.no_grad()
-def sampled_logits(model, chains):
+def sampled_logits(model, rollouts):
     """(B, 7, V) What the model would sample at the policy's tokens: <|call|>, the tool, <|end|>,
     and four tokens of the final message"""
-    batch = toy_batch(chains)
+    batch = toy_batch(rollouts)
     hidden = model(batch["tokens"])[batch["mask"] == 1]  # (B * 7, D)
-    return model.logits(hidden).unflatten(0, (len(chains), 7))
+    return model.logits(hidden).unflatten(0, (len(rollouts), 7))
 
 
 def measure_toy(model, words, held_out, before):
@@ -745,7 +746,7 @@ def measure_toy(model, words, held_out, before):
     (KL). before: the logits that the model began with"""
     logits = sampled_logits(model, held_out)
     tool = logits[:, 1].softmax(-1)  # (B, V)
-    offered = torch.tensor([words.encode(" ".join(chain.task.tools)) for chain in held_out])
+    offered = torch.tensor([words.encode(" ".join(rollout.task.tools)) for rollout in held_out])
     moved = divergence(logits[:, 3:].flatten(0, 1), before[:, 3:].flatten(0, 1), "forward")
     right = tool.gather(1, offered).sum(1)
     return [tool[:, words.id[PHANTOM]].mean(), right.mean(), moved.mean()]
@@ -753,26 +754,26 @@ def measure_toy(model, words, held_out, before):
 
 def distill_toy(model, words, rng, held_out, steps=20):
     """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: measure_toy on
-    chains that are drawn apart from those of the steps"""
+    rollouts that are drawn apart from those of the steps"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
     teacher = Teacher(model, TEACHER)
     before = sampled_logits(model, held_out)
     curve = [measure_toy(model, words, held_out, before)]
     for step in range(steps):
         # Rollouts: the policy names a tool. A rule finds the turn, the hint is put above it.
-        tasks = toy_chains(words, rng, 24, habit=1)
+        tasks = toy_rollouts(words, rng, 24, habit=1)
         probabilities = sampled_logits(model, tasks)[:, 1].softmax(-1)  # (B, V)
-        chains = []
+        rollouts = []
         for row, token in enumerate(torch.multinomial(probabilities, 1)[:, 0].tolist()):
             task, item = tasks[row].task, tasks[row].turns[0].text[-2]
-            chains.append(toy_chain(words, task.tools, item, words.names[token]))
-            attach_hints(words, chains[row], detect(chains[row]))
+            rollouts.append(toy_rollout(words, task.tools, item, words.names[token]))
+            attach_hints(words, rollouts[row], detect(rollouts[row]))
 
         # The teacher re-scores the call and its name; the student learns from it there alone.
-        targets = pack_hinted([chain.episodes[0] for chain in chains])
+        targets = pack_hinted([rollout.segments[0] for rollout in rollouts])
         teacher_logits = teacher(targets)
-        student = student_logits(model, model(toy_batch(chains)["tokens"]), targets)
-        loss = feedback_loss(student, teacher_logits, max(len(chains), len(targets)))
+        student = student_logits(model, model(toy_batch(rollouts)["tokens"]), targets)
+        loss = feedback_loss(student, teacher_logits, max(len(rollouts), len(targets)))
         loss = min(1.0, (step + 1) / 5) * loss  # the first steps are small
         optimizer.zero_grad()
         loss.backward()
@@ -783,14 +784,14 @@ def distill_toy(model, words, rng, held_out, steps=20):
     return np.array(curve)
 
 
-def kl_along_episode(model, words, chain):
-    """The hint's KL at each of the 7 sampled tokens of a chain, those after the hinted call
+def kl_along_segment(model, words, rollout):
+    """The hint's KL at each of the 7 sampled tokens of a rollout, those after the hinted call
     included -> names, KL"""
-    call = chain.turns[1]
-    item = chain.turns[0].text[-2]
-    hinted = toy_chain(words, chain.task.tools, item, call.calls[0].name, hinted=True)
-    kl = divergence(*(sampled_logits(model, [one])[0] for one in (chain, hinted)), DIVERGENCE)
-    sampled = call.tokens[1:] + chain.turns[3].tokens[1:]
+    call = rollout.turns[1]
+    item = rollout.turns[0].text[-2]
+    hinted = toy_rollout(words, rollout.task.tools, item, call.calls[0].name, hinted=True)
+    kl = divergence(*(sampled_logits(model, [one])[0] for one in (rollout, hinted)), DIVERGENCE)
+    sampled = call.tokens[1:] + rollout.turns[3].tokens[1:]
     return [words.names[token] for token in sampled], kl.numpy()
 
 
@@ -813,16 +814,16 @@ def demo():
     pretrain_toy(model, words, rng)
 
     # One faulty turn, its hint, and where the hint disagrees with the policy
-    chain = toy_chains(words, rng, 1, habit=1)[0]
-    hint = detect(chain)[0]
-    called, offered = chain.turns[1].calls[0].name, " and ".join(chain.task.tools)
+    rollout = toy_rollouts(words, rng, 1, habit=1)[0]
+    hint = detect(rollout)[0]
+    called, offered = rollout.turns[1].calls[0].name, " and ".join(rollout.task.tools)
     print(f"turn    the model calls {called}, the task offers {offered}")
     print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
-    names, kl = kl_along_episode(model, words, chain)
+    names, kl = kl_along_segment(model, words, rollout)
     print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
 
     # The cure
-    curve = distill_toy(model, words, rng, toy_chains(words, rng, 128, habit=1))
+    curve = distill_toy(model, words, rng, toy_rollouts(words, rng, 128, habit=1))
     for step in range(0, len(curve), 5):
         wrong, good, moved = curve[step]
         now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"

@@ -15,8 +15,8 @@ turns; parallel tool calls emerge. Ours: k, q, the weights, the scale, the budge
              q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
     reward = r - scale * C(x)
 
-A truncated or over-long episode pays C(budget), so that being cut off is never cheaper than
-finishing. In experiments/penalty.py an episode that is not solved pays it too, so that giving up is
+A truncated or over-long rollout pays C(budget), so that being cut off is never cheaper than
+finishing. In experiments/penalty.py a rollout that is not solved pays it too, so that giving up is
 not cheaper either.
 
 Left out: a coefficient that adapts to a target length (the scale is a constant), and prices per
@@ -88,24 +88,24 @@ def concave_cost(x, k, q):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
-def count_effort(chain, weights=Weights()):
+def count_effort(rollout, weights=Weights()):
     """The six quantities that the length penalty weighs, the effort that they come to, and the
-    counts that the tables show, over the whole chain."""
+    counts that the tables show, over the whole rollout."""
 
     def count_tokens(turns):
         return sum(len(turn.tokens) - turn.head for turn in turns)
 
     # The policy's turns: those that act, and those that only speak (summaries, the final message).
-    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    own = [turn for turn in rollout.turns if turn.role == "assistant"]
     acting = [turn for turn in own if turn.calls]
     silent = [turn for turn in own if not turn.calls]
-    # A chain that was ended by a limit has no final message.
-    final = silent[-1:] if chain.finished else []
+    # A rollout that was ended by a limit has no final message.
+    final = silent[-1:] if rollout.finished else []
 
     # The rest: what the tools answered, the calls, and the length of each context.
-    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    outputs = [turn for turn in rollout.turns if turn.role == "tool"]
     calls = [call for turn in acting for call in turn.calls]
-    lengths = [len(episode) for episode in chain.episodes]
+    lengths = [len(segment) for segment in rollout.segments]
 
     # Thinking is what stands before the first call of a turn, and every summary.
     thinking = sum(turn.thinking for turn in acting)
@@ -122,19 +122,19 @@ def count_effort(chain, weights=Weights()):
         effort=compute_effort(counts, weights),
         # from here on for the tables only
         sampled=count_tokens(own),
-        summaries=len(chain.episodes) - 1,
+        summaries=len(rollout.segments) - 1,
         context=max(lengths),
         total=sum(lengths),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
-        finished=chain.finished,
+        finished=rollout.finished,
     )
 
 
 def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
-    numbers (-> a number) or to arrays over rollouts (-> an array). A chain of several episodes has
-    its totals there."""
+    numbers (-> a number) or to arrays over rollouts (-> an array). A rollout of several segments
+    has its totals there."""
     # A count that is left out would be free of charge, so it is refused.
     missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
@@ -188,12 +188,12 @@ FREE = Price(scale=0.0)  # the reward is 1 or 0
 
 
 def effort_budget(window, turns):
-    """The effort at which the price stops rising, and which a truncated episode pays for. An agent
+    """The effort at which the price stops rising, and which a truncated rollout pays for. An agent
     with a context of `window` tokens and `turns` turns cannot spend more in one context, so every
-    episode that fits pays for what it spent.
+    rollout that fits pays for what it spent.
 
     It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
-    Episodes of more than 40 turns have several contexts, so there the tokens grow in proportion to
+    Rollouts of more than 40 turns have several contexts, so there the tokens grow in proportion to
     the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
     # As if all of these tokens were written in tool calls, one call per turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)

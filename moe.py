@@ -487,9 +487,9 @@ class Cache:
         self.data = torch.zeros(shape, dtype=model.dtype, device=model.embed.weight.device)
 
     def update(self, layer, rows, places, length, entries):
-        """Store entries (B, T, width) of the sequences `rows` (a slice or numbers) at places, a pair
-        of indices: row (B, 1) and position (B, T). -> the first `length` entries of these sequences
-        (B, length, width)"""
+        """Store entries (B, T, width) of the sequences `rows` (a slice or numbers) at places, a
+        pair of indices: row (B, 1) and position (B, T). -> the first `length` entries of these
+        sequences (B, length, width)"""
         data = self.data[layer]
         data[places] = entries
         return data[rows, :length]

@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from length_penalty import FREE, count_effort
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
-from world.audit import audit_chain
+from world.audit import audit_rollout
 from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.machine import MachineFailure, is_machine_failure, try_again
@@ -218,6 +218,7 @@ class Call:
     args: list
     output: str = ""
     error: str = ""  # "", "unknown_tool", "bad_arguments" or "failed"
+    cut: bool = False  # the middle of its output had no room: the context does not show it
     # index in the turn's body of its first token (of the first call: of what opens all calls, where
     # a form has such an opening)
     start: int = field(default=0, compare=False)
@@ -233,7 +234,7 @@ class Turn:
     (the role's control token); all others were sampled.
 
     The role decides what is trained on: the sampled tokens of every turn of the role assistant, in
-    each episode that it stands in. An old turn that a later episode repeats as context has another
+    each segment that it stands in. An old turn that a later segment repeats as context has another
     role there (recent), so that it is not trained on twice."""
 
     # user, assistant, tool, query, summary, hint; for turns repeated as context: recent, recent
@@ -253,11 +254,11 @@ class Turn:
 
 
 @dataclass
-class Episode:
+class Segment:
     """The turns that share one context = one training sequence."""
 
     turns: list
-    experts: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
+    routes: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
     # the hints on its turns, as feedback_distill.Splice: what a teacher reads above them
     hints: list = field(default_factory=list)
 
@@ -266,12 +267,12 @@ class Episode:
 
 
 @dataclass
-class Chain:
-    """One rollout: episodes joined by summaries, and one reward that belongs to every sampled token
+class Rollout:
+    """One rollout: segments joined by summaries, and one reward that belongs to every sampled token
     of all of them."""
 
     task: Task
-    episodes: list
+    segments: list
     passed: bool = False  # by the judge: do the hidden tests pass?
     # how the machine failed, "" if it did not. After a failure the reward says nothing about the
     # policy
@@ -289,14 +290,14 @@ class Chain:
 
     @property
     def turns(self):
-        return [turn for episode in self.episodes for turn in episode.turns]
+        return [turn for segment in self.segments for turn in segment.turns]
 
 
-def flatten(episode):
+def flatten(segment):
     """-> tokens, mask (1 = the policy chose it), logprobs, turn index: aligned arrays of length
     T"""
     tokens, mask, logprobs, turn_index = [], [], [], []
-    for i, turn in enumerate(episode.turns):
+    for i, turn in enumerate(segment.turns):
         # The head of a turn is the harness's. Behind it, the tokens of an assistant were sampled.
         sampled = turn.role == "assistant"
         n = len(turn.tokens) - turn.head
@@ -343,7 +344,7 @@ def without_middle_tokens(tokenizer, tokens, most):
 
 
 def opening_turn(tokenizer, task):
-    """The user's turn that a chain starts from"""
+    """The user's turn that a rollout starts from"""
     turn = make_turn(tokenizer, "user", task.problem_statement)
     turn.tokens[:0] = tokenizer.declare_tools(task.tools)
     return turn
@@ -357,24 +358,24 @@ def run_tool(workspace, call):
     call.output, call.error = call_tool(workspace, call.name, call.args)
 
 
-def run_tools(workspace, calls, chain):
+def run_tools(workspace, calls, rollout):
     """Answers the calls of a turn, in order. Where the machine fails (no room, no process), the
-    chain says so and is over."""
+    rollout says so and is over."""
     try:
         for call in calls:
             if not call.error:
                 run_tool(workspace, call)
     except MachineFailure as failure:
-        chain.failure = str(failure)
+        rollout.failure = str(failure)
 
 
 @dataclass(frozen=True)
 class Limits:
     window: int = 512  # tokens that the context may hold
-    turns: int = 40  # assistant turns per chain
+    turns: int = 40  # assistant turns per rollout
     # sampled tokens per turn (0: three eighths of the window, and at least 192)
     turn_tokens: int = 0
-    commands: int = 0  # run_command calls per chain that are answered (0: all)
+    commands: int = 0  # run_command calls per rollout that are answered (0: all)
 
     @property
     def max_turn_tokens(self):
@@ -411,32 +412,32 @@ def leaves_room(tokenizer, task, limits):
 
 def agent(task, tokenizer, workspace, limits, compact=None):
     """A coroutine: one agent works on one task. It yields a Request and is sent (body, logprobs,
-    versions), yields a Work and is sent nothing, and so on; it returns its Chain. versions may be
+    versions), yields a Work and is sent nothing, and so on; it returns its Rollout. versions may be
     one number for all of a body.
 
-    `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn;
-    the summary is then sampled in the same context, and a new episode starts from task + summary.
-    With compact.truncate no summary is sampled: a new episode starts at once from task + newest
-    turns."""
-    chain = Chain(task, [Episode([opening_turn(tokenizer, task)])])
-    restart = True  # the episode begins a new context
+    `compact(tokenizer, rollout)` is summarize.py's hook: after each turn it may return a query
+    turn; the summary is then sampled in the same context, and a new segment starts from task +
+    summary. With compact.truncate no summary is sampled: a new segment starts at once from task +
+    newest turns."""
+    rollout = Rollout(task, [Segment([opening_turn(tokenizer, task)])])
+    restart = True  # the segment begins a new context
     added = []  # in a context that goes on: the turns that the sampler has not read yet
     summarizing = False  # the next turn is a summary
-    call_number = commands_run = 0  # the next call's number in its context; commands of the chain
+    call_number = commands_run = 0  # the next call's number in its context; commands of the rollout
     for _ in range(limits.turns):
         # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) reads what is
         #    new and writes the turn, which is kept token for token.
-        episode = chain.episodes[-1]
-        unread = episode.turns if restart else added
+        segment = rollout.segments[-1]
+        unread = segment.turns if restart else added
         prompt = tokenizer.generation_prompt(unread[-1].role)
-        room = limits.window - len(episode) - len(prompt)
+        room = limits.window - len(segment) - len(prompt)
         if room < 2:
             break
         tokens = context_tokens(tokenizer, unread)
         most = min(limits.max_turn_tokens, room)
         answer = yield Request(tokens, restart, most, summarizing, call_number)
         turn = sampled_turn(tokenizer, prompt, room, *answer)
-        episode.turns.append(turn)
+        segment.turns.append(turn)
         restart = False
 
         # 2) A turn without a stop token ran out of room: nothing of it is run or submitted.
@@ -445,41 +446,41 @@ def agent(task, tokenizer, workspace, limits, compact=None):
             turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
 
-        # 3) A summary ends the episode, and the next one starts from it.
+        # 3) A summary ends the segment, and the next one starts from it.
         if summarizing:
             turn.calls = []
-            chain.episodes.append(Episode(compact.turns_after_summary(tokenizer, chain, turn)))
+            rollout.segments.append(Segment(compact.turns_after_summary(tokenizer, rollout, turn)))
             restart, summarizing, call_number = True, False, 0
             continue
 
         # 4) A turn without calls is the final message: the work is submitted.
         if not turn.calls:
-            chain.finished = True
+            rollout.finished = True
             break
 
         # 5) The tools run outside the model. After a failure of the machine their outputs say
-        #    nothing about this agent's work, so the chain ends.
+        #    nothing about this agent's work, so the rollout ends.
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
         commands_run += commands
-        run = partial(run_tools, workspace, turn.calls, chain)
+        run = partial(run_tools, workspace, turn.calls, rollout)
         yield Work(turn.calls, run, slow=commands > 0)
-        if chain.failure:
+        if rollout.failure:
             break
-        added = output_turns(tokenizer, chain, limits, compact)
-        episode.turns += added
+        added = output_turns(tokenizer, rollout, limits, compact)
+        segment.turns += added
 
         # 6) Is the context nearly full? Then a summary is asked for, or the oldest turns go.
-        query = compact(tokenizer, chain) if compact else None
+        query = compact(tokenizer, rollout) if compact else None
         if query and compact.truncate:
-            chain.episodes.append(Episode(compact.newest_turns(tokenizer, chain)))
+            rollout.segments.append(Segment(compact.newest_turns(tokenizer, rollout)))
             restart = True
         elif query:
-            episode.turns.append(query)
+            segment.turns.append(query)
             added.append(query)
             summarizing = True
-    end_chain(chain, workspace, limits)
-    return chain
+    end_rollout(rollout, workspace, limits)
+    return rollout
 
 
 def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
@@ -494,19 +495,21 @@ def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
     return turn
 
 
-def output_turns(tokenizer, chain, limits, compact):
+def output_turns(tokenizer, rollout, limits, compact):
     """One turn per call of the last turn, with the call's output. Together they have at most a
     third of the window, in equal shares."""
     room = limits.window // 3
     # With summaries, the query and the summary need room, too.
     if compact:
-        room = min(room, compact.room_for_outputs(tokenizer, chain))
+        room = min(room, compact.room_for_outputs(tokenizer, rollout))
 
     turns = []
-    calls = chain.episodes[-1].turns[-1].calls
+    calls = rollout.segments[-1].turns[-1].calls
     for i, call in enumerate(calls):
         answers = call.name, i, len(calls), call.id
-        turns.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+        most = room // len(calls)
+        call.cut = len(tokenizer.encode(call.output)) > most
+        turns.append(make_turn(tokenizer, "tool", call.output, most, answers))
     return turns
 
 
@@ -538,24 +541,24 @@ def refuse_calls(task, limits, calls, commands_run):
     return len(commands)
 
 
-def end_chain(chain, workspace, limits):
-    """A chain ends with turns that the policy has read or written itself, and with the files that
+def end_rollout(rollout, workspace, limits):
+    """A rollout ends with turns that the policy has read or written itself, and with the files that
     it leaves."""
     # Outputs that overflowed the context were never fed.
-    for episode in chain.episodes:
-        while len(episode) > limits.window and len(episode.turns) > 1:
-            episode.turns.pop()
+    for segment in rollout.segments:
+        while len(segment) > limits.window and len(segment.turns) > 1:
+            segment.turns.pop()
 
-    # If the last turn allowed was a summary, the policy never acted in the episode that it began.
-    roles = [turn.role for turn in chain.episodes[-1].turns]
-    if len(chain.episodes) > 1 and "assistant" not in roles:
-        chain.episodes.pop()
+    # If the last turn allowed was a summary, the policy never acted in the segment that it began.
+    roles = [turn.role for turn in rollout.segments[-1].turns]
+    if len(rollout.segments) > 1 and "assistant" not in roles:
+        rollout.segments.pop()
 
     # What is submitted. The machine may fail at reading it, too.
     try:
-        chain.files = workspace.files()
+        rollout.files = workspace.files()
     except MachineFailure as failure:
-        chain.failure = str(failure)
+        rollout.failure = str(failure)
 
 
 # ---------------------------------------------------------------- sampling
@@ -581,23 +584,23 @@ def sample_from_logits(logits, uniform, temperature=1.0):
 
 
 class Context:
-    """What a model has read of one episode: tokens, its cache of their keys and values, and the
+    """What a model has read of one segment: tokens, its cache of their keys and values, and the
     experts that each of them took."""
 
     def __init__(self, model, window):
         self.tokens = []
         self.cached = 0  # tokens[:cached] are in the cache
         self.cache = Cache(model, 1, window + 2)
-        self.experts = []  # arrays (N, L, K)
+        self.routes = []  # arrays (N, L, K)
 
-    def experts_of(self, length):
+    def routes_of(self, length):
         """-> (length, L, K) int16, -1 where a token was not fed; None without MoE layers"""
-        if not self.experts:
+        if not self.routes:
             return None
-        known = np.concatenate(self.experts)[:length]
-        experts = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
-        experts[: len(known)] = known
-        return experts
+        known = np.concatenate(self.routes)[:length]
+        routes = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
+        routes[: len(known)] = known
+        return routes
 
 
 class Sampler:
@@ -616,26 +619,26 @@ class Sampler:
         self.version = 0  # of the weights: how many updates they have seen
 
     @torch.inference_mode()
-    def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
-        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+    def run(self, agents, seeds, on_end=lambda rollout: None, patient=True):
+        """-> the Rollouts of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each rollout ends (to judge it). patient means nothing here:
         every agent waits for its tools."""
-        chains = []
+        rollouts = []
         for agent, seed in zip(agents, seeds):
-            chains.append(self.play(agent, np.random.default_rng(seed)))
-            on_end(chains[-1])
-        return chains
+            rollouts.append(self.play(agent, np.random.default_rng(seed)))
+            on_end(rollouts[-1])
+        return rollouts
 
     def play(self, agent, rng):
-        """Answers what one agent asks for, until it returns its Chain."""
-        contexts = []  # one per episode
+        """Answers what one agent asks for, until it returns its Rollout."""
+        contexts = []  # one per segment
         answer, steps = None, 0
         while True:
             # The agent goes on until it asks for something, or ends.
             try:
                 request = agent.send(answer)
             except StopIteration as end:
-                chain = end.value
+                rollout = end.value
                 break
 
             # Tools need no model.
@@ -652,10 +655,10 @@ class Sampler:
             steps += len(answer[0])
 
         # The experts that each token took are part of the record: training replays them.
-        chain.steps = steps
-        for episode, context in zip(chain.episodes, contexts):
-            episode.experts = context.experts_of(len(episode))
-        return chain
+        rollout.steps = steps
+        for segment, context in zip(rollout.segments, contexts):
+            segment.routes = context.routes_of(len(segment))
+        return rollout
 
     def sample_turn(self, context, room, rng):
         """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
@@ -679,8 +682,8 @@ class Sampler:
         chosen = []  # of each MoE layer (1, N, K)
         hidden = self.model.decode(tokens, context.cache, slice(0, 1), [context.cached], chosen)
         if chosen:
-            experts = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
-            context.experts.append(experts.cpu().numpy().astype(np.int16))
+            routes = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
+            context.routes.append(routes.cpu().numpy().astype(np.int16))
         context.cached = len(context.tokens)
         return self.model.logits(hidden[0, -1:])
 
@@ -693,44 +696,47 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
     try:
         workspace = try_again(lambda: Workspace(task, sandbox))
     except MachineFailure as failure:
-        return Chain(task, [Episode([opening_turn(tokenizer, task)])], failure=str(failure))
+        return Rollout(task, [Segment([opening_turn(tokenizer, task)])], failure=str(failure))
     with workspace:
-        chain = yield from agent(task, tokenizer, workspace, limits, compact)
+        rollout = yield from agent(task, tokenizer, workspace, limits, compact)
         # What the tools did is seen only as long as the workspace stands.
-        chain.facts = workspace.recorder.seen
-        return chain
+        rollout.facts = workspace.recorder.seen
+        return rollout
 
 
-def judge_chain(chain, sandbox):
-    """Do the hidden tests of the task pass with what was submitted (chain.passed), and was there a
-    cheat (chain.findings)?"""
-    if chain.failure:
+def judge_rollout(rollout, sandbox):
+    """Do the hidden tests of the task pass with what was submitted (rollout.passed), and was there
+    a cheat (rollout.findings)?"""
+    if rollout.failure:
         return
     try:
-        verdict = judge(chain.task, chain.files, sandbox)
-        chain.passed = verdict.solved
+        verdict = judge(rollout.task, rollout.files, sandbox)
+        rollout.passed = verdict.solved
         # Audited here, not later: here it runs beside the sampling, in the processes that sample.
-        audit_chain(chain, verdict)
+        audit_rollout(rollout, verdict)
     except (MachineFailure, OSError, MemoryError) as failure:
         if not is_machine_failure(failure):
             raise
-        chain.failure = str(failure)
+        rollout.failure = str(failure)
 
 
-def grade(chain, price=FREE):
+def grade(rollout, price=FREE):
     """Sets the counts, solved and the reward of a rollout; nothing else sets them. It is solved if
     the agent ended by itself and the hidden tests pass: what a limit cut short has submitted
     nothing, even if its files pass them. The reward is 1 or 0, less the price of effort."""
-    chain.stats = count_effort(chain, price.weights)
-    chain.solved = chain.passed and chain.finished
-    chain.reward = float(price.shape_reward(chain.solved, chain.stats["effort"], chain.finished))
+    rollout.stats = count_effort(rollout, price.weights)
+    rollout.solved = rollout.passed and rollout.finished
+    rollout.reward = float(
+        price.shape_reward(rollout.solved, rollout.stats["effort"], rollout.finished)
+    )
 
 
-def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
-    """`group` chains per task -> list of groups, judged and not yet graded. Chain j of a task draws
-    its random numbers from the seed (seed, the task's number, j); numbers: those of the tasks
-    (default: 0, 1, ...). A chain that the machine failed is played once more. Where it fails again,
-    chain.failure says why, and it is neither right nor wrong: leave it out (see drop_failed)."""
+def sample_groups(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
+    """`group` rollouts per task -> list of groups, judged and not yet graded. Rollout j of a task
+    draws its random numbers from the seed (seed, the task's number, j); numbers: those of the tasks
+    (default: 0, 1, ...). A rollout that the machine failed is played once more. Where it fails
+    again, rollout.failure says why, and it is neither right nor wrong: leave it out (see
+    drop_failed)."""
     # Tests of a real repository take long: only the agent that runs them waits, and no other.
     patient = not any("repo" in task.meta for task in tasks)
 
@@ -741,46 +747,46 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
             seeds.append((seed, number, j))
         try:
             return sampler.run(
-                agents, seeds, partial(judge_chain, sandbox=sandbox), patient=patient
+                agents, seeds, partial(judge_rollout, sandbox=sandbox), patient=patient
             )
         finally:
             # After an error some agents have not ended; closing them removes their workspaces.
             for one in agents:
                 one.close()
 
-    # One place (task's number, task, j) per chain; the chains of a task stand side by side.
+    # One place (task's number, task, j) per rollout; the rollouts of a task stand side by side.
     places = []
     for number, task in zip(numbers or range(len(tasks)), tasks):
         places += [(number, task, j) for j in range(group)]
-    chains = play(places)
+    rollouts = play(places)
 
     # What the machine failed at gets one more try.
-    failed = [i for i, chain in enumerate(chains) if chain.failure]
+    failed = [i for i, rollout in enumerate(rollouts) if rollout.failure]
     if failed:
-        for i, chain in zip(failed, play([places[i] for i in failed])):
-            chains[i] = chain
-    return [chains[i : i + group] for i in range(0, len(chains), group)]
+        for i, rollout in zip(failed, play([places[i] for i in failed])):
+            rollouts[i] = rollout
+    return [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
 
 
 def drop_failed(groups):
-    """-> (the groups without the chains that the machine failed, those chains). A group of which
-    nothing is left is left out."""
+    """-> (the groups without the rollouts that the machine failed, those rollouts). A group of
+    which nothing is left is left out."""
     kept, failed = [], []
     for group in groups:
-        kept.append([chain for chain in group if not chain.failure])
-        failed += [chain for chain in group if chain.failure]
+        kept.append([rollout for rollout in group if not rollout.failure])
+        failed += [rollout for rollout in group if rollout.failure]
     return [group for group in kept if group], failed
 
 
 def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
-    """The scripted expert plays through the same agent and tools -> Chain. sloppy: how often it
+    """The scripted expert plays through the same agent and tools -> Rollout. sloppy: how often it
     errs. With hints: feedback_distill.demonstrate_with_hints"""
     return play_moves(task, tokenizer, expert(task, rng, sloppy), limits, compact)
 
 
 def play_moves(task, tokenizer, moves, limits, compact=None):
     """An expert's moves (a generator, as world.expert.expert is one) as an agent's turns ->
-    Chain"""
+    Rollout"""
     play = agent(task, tokenizer, InMemoryWorkspace(task), limits, compact)
     try:
         asked = next(play)
@@ -814,38 +820,38 @@ def advantages(rewards):
     return rewards - rewards.mean()
 
 
-def predictable_tokens(episode):
+def predictable_tokens(segment):
     """(T,) 1 = the token before may be trained to predict this one, 0 = it may not: the policy
     itself would go on here, and this token is someone else's"""
-    known = np.ones(len(episode))
+    known = np.ones(len(segment))
     start = 0  # where the following turn begins
-    for turn, following in zip(episode.turns, episode.turns[1:]):
+    for turn, following in zip(segment.turns, segment.turns[1:]):
         start += len(turn.tokens)
         if turn.open and following.role not in ("assistant", "recent"):
             known[start] = 0
     return known
 
 
-def pack(episodes, advantage, multiple=1):
-    """Episodes and one number each -> tensors (B, T), T a multiple of `multiple`. Of position t:
+def pack(segments, advantage, multiple=1):
+    """Segments and one number each -> tensors (B, T), T a multiple of `multiple`. Of position t:
     tokens (-1 = padding); of the token t + 1, which it predicts: targets (its id), mask (1 = it was
     sampled), logprobs (at sampling), advantage (0 where it was not sampled), has_target (1 = there
-    is one to learn). experts (B, T, L, K) or None.
+    is one to learn). routes (B, T, L, K) or None.
 
     There is no target where the policy would go on by itself but the harness has put another turn
     (a query, a hint): the policy would learn to write that turn's first token itself."""
-    T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
+    T = -(-max(len(segment) for segment in segments) // multiple) * multiple
 
-    # One row per episode, and behind its end padding, which is no token: the routers do not count
+    # One row per segment, and behind its end padding, which is no token: the routers do not count
     # it as load.
     columns = {"tokens": [], "targets": [], "mask": [], "logprobs": [], "has_target": []}
-    for episode in episodes:
-        tokens, mask, logprobs, _ = flatten(episode)
+    for segment in segments:
+        tokens, mask, logprobs, _ = flatten(segment)
         padding = (0, T - len(tokens))
         columns["tokens"].append(np.pad(tokens, padding, constant_values=-1))
 
         # What is said of a token belongs to the position before it, which predicts it.
-        of_targets = (tokens, mask, logprobs, predictable_tokens(episode))
+        of_targets = (tokens, mask, logprobs, predictable_tokens(segment))
         for name, row in zip(("targets", "mask", "logprobs", "has_target"), of_targets):
             columns[name].append(np.pad(row, padding)[1:])
 
@@ -857,16 +863,16 @@ def pack(episodes, advantage, multiple=1):
     weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)  # (B,)
     batch["advantage"] = batch["mask"] * weights[:, None]
 
-    # Router replay. An episode without a record routes freely.
-    batch["experts"] = None
-    records = [episode.experts for episode in episodes if episode.experts is not None]
+    # Router replay. A segment without a record routes freely.
+    batch["routes"] = None
+    records = [segment.routes for segment in segments if segment.routes is not None]
     if records:
         _, L, K = records[0].shape
-        experts = np.full((len(episodes), T, L, K), -1, dtype=records[0].dtype)
-        for row, episode in zip(experts, episodes):
-            if episode.experts is not None:
-                row[: len(episode.experts)] = episode.experts
-        batch["experts"] = torch.from_numpy(experts)  # (B, T, L, K)
+        routes = np.full((len(segments), T, L, K), -1, dtype=records[0].dtype)
+        for row, segment in zip(routes, segments):
+            if segment.routes is not None:
+                row[: len(segment.routes)] = segment.routes
+        batch["routes"] = torch.from_numpy(routes)  # (B, T, L, K)
     return batch
 
 
@@ -900,7 +906,7 @@ def random_model(tokenizer, **sizes):
 
 def demo():
     from command.bpe import train_bpe
-    from command.transcripts import describe_chain
+    from command.transcripts import describe_rollout
     from demos.demo_figures import draw_kl_variances
     from demos.kl_estimates import kl_variances
     from demos.transcript_view import format_transcript
@@ -909,18 +915,18 @@ def demo():
     # A demonstration, printed with its masks
     tokenizer = Tokenizer(train_bpe(example_texts(100, 0), 700 - len(CONTROLS), SPLIT))
     task = make_task(1, 5)
-    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
-    for line in describe_chain(chain, tokenizer):
+    rollout = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in describe_rollout(rollout, tokenizer):
         print(format_transcript(line))
 
     # A group of rollouts of an untrained model
     model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
-    (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    for chain in group:
-        grade(chain)
-    rewards = [chain.reward for chain in group]
-    tokens, mask, _, _ = flatten(group[0].episodes[0])
+    (group,) = sample_groups(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
+    for rollout in group:
+        grade(rollout)
+    rewards = [rollout.reward for rollout in group]
+    tokens, mask, _, _ = flatten(group[0].segments[0])
     print(
         f"\nAbove, what the policy writes is bright: only that is trained on. A group of "
         f"{len(group)} from an\nuntrained model, rewards {rewards},\n"

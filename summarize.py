@@ -4,25 +4,25 @@ Stated by Cursor (blog on self-summarization, 17 March 2026; Technical Report, a
 section 4.1): generate until a fixed token trigger; append a short query asking for a summary; the
 model has scratch space to think, then writes the condensed context; go on from task + summary +
 carried state (plan, what remains, how many summaries so far). One rollout is then several
-generations chained by summaries, and the final reward goes to every sampled token of the chain,
+generations chained by summaries, and the final reward goes to every sampled token of the rollout,
 summaries included. The query is appended to the same context, so its cache is reused. Triggers of
 80k and 40k tokens were studied; summaries take about 1,000 tokens where a long hand-written prompt
 gave over 5,000, with half the error.
 
-    episode 1:  task  turn turn turn  query  [scratch <|summary|> condensed]
+    segment 1:  task  turn turn turn  query  [scratch <|summary|> condensed]
                                              trigger passed: the summary is sampled
-    episode 2:  task  condensed  turn turn ...      the same reward for both
+    segment 2:  task  condensed  turn turn ...      the same reward for both
 
-Derived: each episode is one training sequence; the group's mean is over chains, never over
-episodes; the price of effort is taken over the whole chain. The context is bounded by construction:
-no turn is sampled beyond the window, and an episode that has passed the trigger is asked for a
-summary at once. Tool outputs are cut so that the window's last eighth is left for the summary. Only
-an action begun just below the trigger may write into that eighth, and then the summary is short.
-Ours: the trigger (a share of the window, below seven eighths), the query's words, that a condensed
-context is cut at a quarter of the window.
+Derived: each segment is one training sequence; the group's mean is over rollouts, never over
+segments; the price of effort is taken over the whole rollout. The context is bounded by
+construction: no turn is sampled beyond the window, and a segment that has passed the trigger is
+asked for a summary at once. Tool outputs are cut so that the window's last eighth is left for the
+summary. Only an action begun just below the trigger may write into that eighth, and then the
+summary is short. Ours: the trigger (a share of the window, below seven eighths), the query's words,
+that a condensed context is cut at a quarter of the window.
 
     python summarize.py      a task several windows long, played by the scripted expert: the ends
-                             of its episodes, and the longest context with summaries and without
+                             of its segments, and the longest context with summaries and without
 """
 
 import random
@@ -38,7 +38,7 @@ QUERY = "Summarize."
 
 
 def condensed_context(tokenizer, body, most):
-    """The tokens of a sampled summary turn that the next episode gets: those behind <|summary|>, or
+    """The tokens of a sampled summary turn that the next segment gets: those behind <|summary|>, or
     all where that mark is missing, without the model's thoughts. If they are more than `most`, the
     end is cut off and a note says how many tokens were cut; the note counts within `most`. body:
     the sampled tokens."""
@@ -69,7 +69,7 @@ def behind_last(tokens, mark):
 
 @dataclass(frozen=True)
 class Compaction:
-    """rollout.agent's hook: when is a summary asked for, and what does the next episode start from?
+    """rollout.agent's hook: when is a summary asked for, and what does the next segment start from?
     window, trigger: in tokens."""
 
     window: int
@@ -77,28 +77,28 @@ class Compaction:
     # The agent goes on from a summary. In experiments/summary.py it goes on without one.
     truncate: ClassVar[bool] = False
 
-    def __call__(self, tokenizer, chain):
+    def __call__(self, tokenizer, rollout):
         """After each turn's outputs: the query turn if the context has passed the trigger, else
         None."""
-        if len(chain.episodes[-1]) >= self.trigger:
+        if len(rollout.segments[-1]) >= self.trigger:
             return make_turn(tokenizer, "query", QUERY)
         return None
 
-    def room_for_outputs(self, tokenizer, chain):
+    def room_for_outputs(self, tokenizer, rollout):
         """How many tokens the outputs of the last turn may have, if an eighth of the window is to
         be left for the summary"""
         query_tokens = len(tokenizer.encode(QUERY)) + 8  # with the control tokens around it
-        room = self.window * 7 // 8 - len(chain.episodes[-1]) - query_tokens
+        room = self.window * 7 // 8 - len(rollout.segments[-1]) - query_tokens
         # After a long action there may be no room at all: a few tokens of output are kept anyway.
         return max(16, room)
 
-    def turns_after_summary(self, tokenizer, chain, summary):
-        """The turns that a new episode starts from: the task, and the condensed context behind the
+    def turns_after_summary(self, tokenizer, rollout, summary):
+        """The turns that a new segment starts from: the task, and the condensed context behind the
         number of summaries so far. summary: the turn that was sampled"""
         body = summary.tokens[summary.head :]
-        carried = tokenizer.encode(f"{len(chain.episodes)}\n")
+        carried = tokenizer.encode(f"{len(rollout.segments)}\n")
         carried += condensed_context(tokenizer, body, self.window // 4)
-        task_turn = chain.episodes[0].turns[0]
+        task_turn = rollout.segments[0].turns[0]
         return [task_turn, tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried))]
 
 
@@ -109,22 +109,22 @@ def make_compaction(config):
     return Compaction(config["window"], int(config["trigger"] * config["window"]))
 
 
-def count_named_targets(chain):
-    """What do summaries lose? -> counts over a chain: `summaries`, their sampled `tokens`, how many
-    deleted functions were still to be written at each summary (`left`), and how many of these the
-    next episode was told the names of (`named`). Generated tasks only."""
+def count_named_targets(rollout):
+    """What do summaries lose? -> counts over a rollout: `summaries`, their sampled `tokens`, how
+    many deleted functions were still to be written at each summary (`left`), and how many of these
+    the next segment was told the names of (`named`). Generated tasks only."""
     counts = {"summaries": 0, "tokens": 0, "left": 0, "named": 0}
-    unwritten = {target["name"] for target in chain.task.meta.get("targets", ())}
-    for episode, next_episode in zip(chain.episodes, chain.episodes[1:]):
-        unwritten -= functions_written(episode, unwritten)
-        # An episode that was asked for a summary ends with query and summary. One whose oldest
+    unwritten = {target["name"] for target in rollout.task.meta.get("targets", ())}
+    for segment, next_segment in zip(rollout.segments, rollout.segments[1:]):
+        unwritten -= functions_written(segment, unwritten)
+        # A segment that was asked for a summary ends with query and summary. One whose oldest
         # turns were dropped instead (see truncate) does not.
-        query, summary = episode.turns[-2:]
+        query, summary = segment.turns[-2:]
         if query.role != "query":
             continue
 
-        # What counts is the text that the next episode begins with, not all that was sampled.
-        carried = [turn.text for turn in next_episode.turns if turn.role == "summary"]
+        # What counts is the text that the next segment begins with, not all that was sampled.
+        carried = [turn.text for turn in next_segment.turns if turn.role == "summary"]
         counts["summaries"] += 1
         counts["tokens"] += len(summary.tokens) - summary.head
         counts["left"] += len(unwritten)
@@ -132,10 +132,10 @@ def count_named_targets(chain):
     return counts
 
 
-def functions_written(episode, names):
-    """Those of `names` that an edit of this episode defined"""
+def functions_written(segment, names):
+    """Those of `names` that an edit of this segment defined"""
     found = set()
-    for turn in episode.turns:
+    for turn in segment.turns:
         for call in turn.calls:
             if call.name == "edit_file" and not call.error:
                 new_text = call.args[2]
@@ -155,22 +155,22 @@ def demo():
     limits = Limits(10**6)
     compaction = Compaction(window, int(0.6 * window))
     unbounded = demonstrate(task, tokenizer, random.Random(2), limits)
-    chain = demonstrate(task, tokenizer, random.Random(2), limits, compact=compaction)
+    rollout = demonstrate(task, tokenizer, random.Random(2), limits, compact=compaction)
 
-    # Print of each episode the summary that it began with, and how it ended.
-    for number, episode in enumerate(chain.episodes, 1):
-        print(f"\n======== episode {number}: {len(episode)} tokens (window {window})")
-        for turn in episode.turns:
-            was_summarized = turn is episode.turns[-1] and number < len(chain.episodes)
+    # Print of each segment the summary that it began with, and how it ended.
+    for number, segment in enumerate(rollout.segments, 1):
+        print(f"\n======== segment {number}: {len(segment)} tokens (window {window})")
+        for turn in segment.turns:
+            was_summarized = turn is segment.turns[-1] and number < len(rollout.segments)
             if turn.role in ("summary", "query") or was_summarized:
                 print(f"{turn.role:>10}: {tokenizer.decode(turn.tokens[1:-1])}")
 
-    longest = max(len(episode) for episode in chain.episodes)
-    longest_unbounded = max(len(episode) for episode in unbounded.episodes)
-    turns = sum(turn.role == "assistant" for turn in chain.turns)
+    longest = max(len(segment) for segment in rollout.segments)
+    longest_unbounded = max(len(segment) for segment in unbounded.segments)
+    turns = sum(turn.role == "assistant" for turn in rollout.turns)
     print(
         f"\nThe same expert on the same task: {longest_unbounded} tokens of context without "
-        f"summaries, never more than {longest} with {len(chain.episodes) - 1} of them; "
+        f"summaries, never more than {longest} with {len(rollout.segments) - 1} of them; "
         f"all {turns} turns, summaries included, get one reward."
     )
 

@@ -28,7 +28,7 @@ repositories, every audit rule. Left out: agents that delete features (the delet
 other languages, building what is not Python, tests that a subclass inherits as hidden tests,
 repositories over 5,000 files.
 
-`python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's episode, and
+`python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's segment, and
 a cheat that wins nothing; `python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks,
 `--check=tasks.jsonl` verifies them again; `--autoinstall --repo=PATH` finds out what has to be
 installed first."""
@@ -715,7 +715,7 @@ def demo():
         output = sandbox.run_files(files, task.test_command).output
         print(f"{name:9}", " | ".join(output.split("\n")))
 
-    # The expert's episode, turn by turn.
+    # The expert's segment, turn by turn.
     with Workspace(task, sandbox) as workspace:
         for action, outputs in play(expert(task, random.Random(0)), workspace):
             for (name, arguments), output in zip(action.calls, outputs):

@@ -498,7 +498,7 @@ def padded_length(length):
 
 def length_groups(lengths, tokens, number, seed):
     """-> `number` groups of indices. A group holds sequences of like length, as many as have up to
-    `tokens` tokens when padded: little padding, and few different shapes. lengths: (episodes,)"""
+    `tokens` tokens when padded: little padding, and few different shapes. lengths: (segments,)"""
     rng, groups = np.random.default_rng(seed), []
     # Each round of this loop uses every index once.
     while len(groups) < number:
@@ -536,8 +536,8 @@ def demonstration_levels(levels):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> [(number of a demonstration, its episodes)], each task from its own seed. A chain with
-    summaries has several episodes, and each is a training sequence."""
+    """-> [(number of a demonstration, its segments)], each task from its own seed. A rollout with
+    summaries has several segments, and each is a training sequence."""
     cycle, pairs = demonstration_levels(config.levels), []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -557,13 +557,13 @@ NEUTRAL_HINT_RATE = 0.05
 
 
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
-    """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
+    """What the sloppy expert does with a task, with hints above some of its turns -> the segments
     to learn from: those that fit the window and hold a turn of the expert. more: see
     feedback_distill.demonstrate_with_hints."""
     # Demonstrations hold hints of those rules alone that have a reminder.
     known = feedback_distill.REMINDERS
     reminders = {habit: known[habit] for habit in habits(config) if habit in known}
-    chain = feedback_distill.demonstrate_with_hints(
+    played = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
         rng,
@@ -576,12 +576,12 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
         **more,
     )
     # Only what fits the window, and has a turn to learn from.
-    episodes = []
-    for episode in chain.episodes:
-        roles = {turn.role for turn in episode.turns}
-        if len(episode) <= config.window and "assistant" in roles:
-            episodes.append(episode)
-    return episodes
+    segments = []
+    for segment in played.segments:
+        roles = {turn.role for turn in segment.turns}
+        if len(segment) <= config.window and "assistant" in roles:
+            segments.append(segment)
+    return segments
 
 
 def make_training_task(config, level, seed):
@@ -607,14 +607,14 @@ class Demonstrations(Source):
         numbers = run.share(range(config.demos))
         mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
-        self.episodes = []
-        for _, episodes in made:
-            self.episodes += episodes
-        if not self.episodes:
+        self.segments = []
+        for _, segments in made:
+            self.segments += segments
+        if not self.segments:
             usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
 
-        # Some demonstrations may have no episode to learn from.
-        left_out = sum(not episodes for _, episodes in made)
+        # Some demonstrations may have no segment to learn from.
+        left_out = sum(not segments for _, segments in made)
         if left_out:
             run.say(
                 f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
@@ -626,10 +626,10 @@ class Demonstrations(Source):
         self.constants = self.mark_tokens(CONSTANTS)
 
     def plan_batches(self):
-        """For each step two groups of indices of episodes, each with half of the batch's tokens.
-        While the window is short, they hold only episodes that fit it."""
+        """For each step two groups of indices of segments, each with half of the batch's tokens.
+        While the window is short, they hold only segments that fit it."""
         config, batches = self.run.config, []
-        lengths = np.array([len(episode) for episode in self.episodes])
+        lengths = np.array([len(segment) for segment in self.segments])
         divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
 
         # The steps with the shortest window come first.
@@ -657,22 +657,22 @@ class Demonstrations(Source):
         """Yields the micro-batch losses of one step. Their sum is the weighted loss of all tokens,
         divided by the number of tokens that the expert wrote in the batch of all ranks."""
         config, run = self.run.config, self.run
-        # The episodes of this step on all ranks, and how many tokens the expert wrote in them.
+        # The segments of this step on all ranks, and how many tokens the expert wrote in them.
         short_window = seq_len_divisor(step, config) > 1
         groups = []
         for indices in self.batches[step]:
-            groups.append([self.episodes[i] for i in indices])
-        episodes = groups[0] + groups[1]
+            groups.append([self.segments[i] for i in indices])
+        segments = groups[0] + groups[1]
         # flatten gives (tokens, mask, ...): the mask marks what the expert wrote.
-        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
+        total = sum(int(rollout.flatten(segment)[1].sum()) for segment in segments)
 
-        # Deal the episodes to the ranks. With an even number of ranks each gets episodes of one
+        # Deal the segments to the ranks. With an even number of ranks each gets segments of one
         # group alone: they are of like length, so little is padded.
         mine = []
         for g, group in enumerate(groups):
-            for j, episode in enumerate(group):
+            for j, segment in enumerate(group):
                 if (2 * j + g) % run.data_ranks == run.meshes.data_rank:
-                    mine.append((episode, 1.0))
+                    mine.append((segment, 1.0))
 
         # In a batch: mask is 1 where the expert wrote the target, has_target where there is one.
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
@@ -691,7 +691,7 @@ class Demonstrations(Source):
             accumulate(log, "loss", (logp.detach() * mask).sum() * batch["real"] / -total)
             accumulate(log, "tokens", batch["real_tokens"])
             if config.mtp:
-                places = sum(len(episode) - 1 for episode in episodes)
+                places = sum(len(segment) - 1 for segment in segments)
                 loss = loss + run.draft_loss(batch, hidden, places, log)
             yield loss
 
@@ -704,18 +704,18 @@ class Demonstrations(Source):
 
         # This rank's share of the tasks, as the expert solves them without a mistake.
         limits, careful = agent_limits(config), 0.0
-        episodes = []
+        segments = []
         for task in run.share(eval.held_out(12, range(config.levels))):
             rng = random.Random(task.instance_id)
-            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
-            for episode in chain.episodes:
-                if len(episode) <= config.window:
-                    episodes.append((episode, 1.0))
+            played = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
+            for segment in played.segments:
+                if len(segment) <= config.window:
+                    segments.append((segment, 1.0))
 
         # For each kind of token: (sum of the probabilities, number of places).
         kinds = {"names": self.names, "constants": self.constants}
         totals = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
-        for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
+        for batch in run.micro_batches(segments, spare=(self.segments[0], 1.0)):
             probability = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()  # (B, T)
             for name, marked in kinds.items():
                 where = marked[batch["targets"]] & (batch["mask"] > 0)  # (B, T)
@@ -782,7 +782,7 @@ class Reinforcement(Source):
         # Without workers this process samples, with the weights that it hands over itself.
         if not config.workers:
             sampler = fast_sampler.make_sampler(window=config.window, **options)
-            self.workers = self.publisher = in_turn.InTurn(rollout.rollouts, sampler, **played)
+            self.workers = self.publisher = in_turn.InTurn(rollout.sample_groups, sampler, **played)
             return
 
         # With workers each version of the weights goes through a folder.
@@ -848,9 +848,9 @@ class Reinforcement(Source):
         start = time.time()
         groups = self.collect_rollouts(step, log)
         for group in groups:
-            for chain in group:
-                rollout.grade(chain, self.price)
-        turns = sum(chain.stats["turns"] for group in groups for chain in group)
+            for played in group:
+                rollout.grade(played, self.price)
+        turns = sum(played.stats["turns"] for group in groups for played in group)
         if step == 0 and not self.run.sum(turns):
             usage_error(
                 f"--window={self.run.config.window}: none of the tasks leaves room for a turn"
@@ -897,12 +897,12 @@ class Reinforcement(Source):
         gradient, and are in no mean. The log counts them, and one line tells their causes. Where
         nothing is left on any rank, the run ends with the cause."""
         kept, lost = rollout.drop_failed(groups)
-        causes = self.run.gather([chain.failure for chain in lost])
+        causes = self.run.gather([played.failure for played in lost])
         total = self.run.config.tasks_per_step * self.run.config.group_size
         log["machine_failures"] = len(causes)
         self.num_rollouts = total - len(causes)
-        # A rank that has nothing left to learn from still runs the forwards, with this episode.
-        self.spare_episode = groups[0][0].episodes[0] if groups else None
+        # A rank that has nothing left to learn from still runs the forwards, with this segment.
+        self.spare_segment = groups[0][0].segments[0] if groups else None
         failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
@@ -911,7 +911,7 @@ class Reinforcement(Source):
         of all ranks, in the same order, so it stays the same on every rank."""
         results = []
         for group in groups:
-            solved = sum(chain.solved for chain in group)
+            solved = sum(played.solved for played in group)
             results.append((group[0].task.level, solved, len(group)))
         for level, solved, total in sorted(self.run.gather(results)):
             self.curriculum.update(level, solved, total)
@@ -926,23 +926,23 @@ class Reinforcement(Source):
     # ---- what is learned from them
 
     def group_losses(self, groups, log):
-        """Yields micro-batch losses: the policy gradient over all episodes and, on the tokens that
+        """Yields micro-batch losses: the policy gradient over all segments and, on the tokens that
         a hint speaks about, the divergence from the teacher that has read it."""
         run, config = self.run, self.run.config
         # The step's advantages and hints, and the numbers of all ranks by which it divides.
-        items = self.weigh_episodes(groups)
-        flagged = sum(hint.num_targets for episode, _ in items for hint in episode.hints)
+        items = self.weigh_segments(groups)
+        flagged = sum(hint.num_targets for segment, _ in items for hint in segment.hints)
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
 
         # Sums stay on the device until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
-        spare = items[0] if items else (self.spare_episode, 0.0)
+        spare = items[0] if items else (self.spare_segment, 0.0)
         for batch in run.micro_batches(items, spare):
             # 1) The teacher's distributions of the flagged tokens, and the log-probabilities of the
             #    policy that RL began with. A spare batch has no hints.
             if config.feedback:
-                hinted = batch["episodes"] if batch["real"] else []
+                hinted = batch["segments"] if batch["real"] else []
                 targets = feedback_distill.pack_hinted(hinted).to(run.device)
                 teacher_logits = self.teacher(targets)  # (N, V)
                 accumulate(sums, "teacher_tokens", targets.real_tokens)
@@ -970,7 +970,7 @@ class Reinforcement(Source):
             yield loss
 
         # The log. mismatch: mean absolute difference of the trainer's log-probs from the sampler's.
-        sampled = sum(chain.stats["sampled"] for group in groups for chain in group)
+        sampled = sum(played.stats["sampled"] for group in groups for played in group)
         log["mismatch"] = run.sum(sums["mismatch"]) / max(1, run.sum(sampled))
         log["feedback_kl"] = run.sum(sums["feedback_kl"])
         log["flagged"] = flagged
@@ -979,25 +979,25 @@ class Reinforcement(Source):
         # there is nothing to distil.
         log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
 
-    def weigh_episodes(self, groups):
-        """-> [(episode, advantage of its rollout)]. Each episode holds its hints afterwards."""
+    def weigh_segments(self, groups):
+        """-> [(segment, advantage of its rollout)]. Each segment holds its hints afterwards."""
         items = []
         for group in groups:
-            for chain, advantage in zip(group, self.group_advantages(group)):
-                # All episodes of a rollout have its advantage; a hint belongs to one of them.
-                items += [(episode, advantage) for episode in chain.episodes]
-                hints = self.find_hints(chain)
-                feedback_distill.attach_hints(self.run.tokenizer, chain, hints)
+            for played, advantage in zip(group, self.group_advantages(group)):
+                # All segments of a rollout have its advantage; a hint belongs to one of them.
+                items += [(segment, advantage) for segment in played.segments]
+                hints = self.find_hints(played)
+                feedback_distill.attach_hints(self.run.tokenizer, played, hints)
         return items
 
-    def find_hints(self, chain):
+    def find_hints(self, played):
         """What the teacher reads above the turns with a bad habit: at most one hint per turn"""
         config = self.run.config
-        return feedback_distill.detect(chain, habits(config)) if config.feedback else []
+        return feedback_distill.detect(played, habits(config)) if config.feedback else []
 
     def group_advantages(self, group):
         """(G,) The advantage of each rollout of a group: its reward less the group's mean"""
-        return rollout.advantages([chain.reward for chain in group])
+        return rollout.advantages([played.reward for played in group])
 
     def policy_objective(self, logp, batch, normaliser, reference):
         """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
@@ -1148,8 +1148,8 @@ class Run:
         return part
 
     def micro_batches(self, items, spare):
-        """This rank's (episode, number) pairs -> packed batches of about micro_tokens tokens, with
-        episodes of like length together. Every rank yields the same number of batches: one that
+        """This rank's (segment, number) pairs -> packed batches of about micro_tokens tokens, with
+        segments of like length together. Every rank yields the same number of batches: one that
         has fewer goes on with `spare` at weight zero."""
         # The longest ones first, as many as fit when padded to the longest.
         items = sorted(items, key=lambda item: len(item[0]))
@@ -1165,17 +1165,17 @@ class Run:
             # Pack this rank's next batch, or the spare.
             real = i < len(batches)
             part = batches[i] if real else [spare]
-            episodes = [episode for episode, _ in part]
+            segments = [segment for segment, _ in part]
             numbers = [number * real for _, number in part]
-            batch = rollout.pack(episodes, numbers, 64 * self.config.cp)
+            batch = rollout.pack(segments, numbers, 64 * self.config.cp)
             # A spare is computed like any batch, but its tokens count as padding.
             if not real:
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
             # Each rank that shares a sequence (--cp) counts an equal share of its tokens, so that
             # the sum over all ranks is right.
-            real_tokens = sum(map(len, episodes)) / self.config.cp if real else 0
+            real_tokens = sum(map(len, segments)) / self.config.cp if real else 0
             batch = self.shard(batch)
-            batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
+            batch.update(segments=segments, real=real, real_tokens=real_tokens)
             yield batch
 
     # ---- the model
@@ -1183,7 +1183,7 @@ class Run:
     def hidden(self, batch):
         """(B, T, D) Hidden states. With router replay, tokens go to the experts that were recorded
         at sampling."""
-        replay = batch.get("experts") if self.config.router_replay else None
+        replay = batch.get("routes") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def draft_loss(self, batch, hidden, places, log):

@@ -6,7 +6,7 @@ floor.
 
 A decoding step from the cache of latents is compared with a full forward for every token (without a
 cache), and with its own matrix products alone, which no other way of writing it can do without. The
-same for a step that is fed a draft of three tokens as well. Then whole episodes with tool calls:
+same for a step that is fed a draft of three tokens as well. Then whole rollouts with tool calls:
 continuous batching (a row that ends makes room at once) against static batching (a batch begins and
 ends together), and against rollout.py's plain sampler (one agent after the other, one token at a
 time) with the same model.
@@ -30,7 +30,7 @@ from fast.sampler import Sampler
 from fast.sampler import sampling_model
 from command.hardware import fast_dtype
 from moe import Cache
-from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
+from rollout import Rollout, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
 ROWS, WINDOW = 32, 512  # sequences decoded together; positions of each in the cache
@@ -163,7 +163,7 @@ def bench_steps(model, sampler_model, quick):
     )
 
 
-# ---------------------------------------------------------------- whole episodes
+# ---------------------------------------------------------------- whole rollouts
 
 
 def synthetic_agent(rng, sampled):
@@ -179,7 +179,7 @@ def synthetic_agent(rng, sampled):
         yield Work([], partial(time.sleep, 0.1 * slow), slow)
         # The tool's answer, 20 tokens, is appended to what is in the cache already.
         tokens, restart = rng.integers(0, 256, 20).tolist(), False
-    return Chain(None, [])
+    return Rollout(None, [])
 
 
 class StaticBatching(Sampler):
@@ -203,28 +203,28 @@ class StaticBatching(Sampler):
         return rows
 
 
-def sample_episodes(make_sampler, episodes):
-    """Runs `episodes` synthetic agents -> the number of tokens that were sampled for them"""
+def sample_rollouts(make_sampler, rollouts):
+    """Runs `rollouts` synthetic agents -> the number of tokens that were sampled for them"""
     sampler, sampled = make_sampler(), []
     # Each agent has its own generator, so the same agents run every time and with every sampler.
-    agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(episodes)]
-    sampler.run(agents, list(range(episodes)), patient=isinstance(sampler, StaticBatching))
+    agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(rollouts)]
+    sampler.run(agents, list(range(rollouts)), patient=isinstance(sampler, StaticBatching))
     return sum(sampled)
 
 
-def compare_samplers(samplers, episodes, rounds):
+def compare_samplers(samplers, rollouts, rounds):
     """samplers: {name: a function that makes a sampler}. The last one is the base of the ratios."""
     # Rounding in bf16 depends on the batch, so two samplers may draw different tokens. Each counts
     # its own, and the time per token is compared.
     tokens = {}
 
     def play(name):
-        tokens[name] = sample_episodes(samplers[name], episodes)
+        tokens[name] = sample_rollouts(samplers[name], rollouts)
 
     calls = {name: partial(play, name) for name in samplers}
     seconds = measure_seconds(calls, rounds, min, budget=5.0)
     print_speeds(
-        f"{episodes} episodes with tool calls, the time of one sampled token",
+        f"{rollouts} rollouts with tool calls, the time of one sampled token",
         {name: t / tokens[name] for name, t in seconds.items()},
         base=list(samplers)[-1],
         unit="tokens",
@@ -232,7 +232,7 @@ def compare_samplers(samplers, episodes, rounds):
 
 
 def bench_samplers(sampler_model, tokenizer, quick):
-    """Whole episodes: how much faster continuous batching is than static batching and than one
+    """Whole rollouts: how much faster continuous batching is than static batching and than one
     agent after the other"""
     # Up to ROWS agents at once, each with a context of up to 1,024 tokens; the plain sampler takes
     # one agent at a time.
@@ -240,11 +240,11 @@ def bench_samplers(sampler_model, tokenizer, quick):
     static = partial(StaticBatching, sampler_model, tokenizer, ROWS, 1024)
     plain = partial(PlainSampler, sampler_model, tokenizer, 1024)
 
-    # Three times as many episodes as rows, so that an agent that ends makes room for another.
+    # Three times as many rollouts as rows, so that an agent that ends makes room for another.
     samplers = {"continuous batching": continuous, "static batching": static}
     compare_samplers(samplers, 12 if quick else 96, rounds=1)
 
-    # The plain sampler is slow: it gets as many episodes as the other has rows.
+    # The plain sampler is slow: it gets as many rollouts as the other has rows.
     samplers = {"continuous batching": continuous, "plain sampler": plain}
     compare_samplers(samplers, 4 if quick else ROWS, rounds=1)
 

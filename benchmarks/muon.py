@@ -68,8 +68,8 @@ def gemm_floor(shapes, dtype, device):
     for shape in shapes:
         matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
 
-    # As many matrices as the cache of a CPU holds, or all at once on a GPU. Batches of one shape share their operands, because the time of a product does not
-    # depend on the numbers in it.
+    # As many matrices as the cache of a CPU holds, or all at once on a GPU. Batches of one shape
+    # share their operands, because the time of a product does not depend on the numbers in it.
     batches = []
     for (m, n), count in matrices.items():
         chunk = count

@@ -1,13 +1,13 @@
 """benchmarks/tools.py: what the tool calls of a step of RL take, beside a plain subprocess.
 
-    python -m benchmarks.tools            64 episodes, as in a step of the laptop's RL
+    python -m benchmarks.tools            64 rollouts, as in a step of the laptop's RL
                                           (about half a minute)
-    python -m benchmarks.tools --quick    8 episodes; seconds: does it run?
+    python -m benchmarks.tools --quick    8 rollouts; seconds: does it run?
 
-The scripted expert plays the episodes, so the numbers are of tools alone: no model is at work.
+The scripted expert plays the rollouts, so the numbers are of tools alone: no model is at work.
 First one command, the tests of a small codebase: in the sandbox (a cage of its own, with limits),
 by subprocess.run in a plain folder (what one writes first, no protection), and remembered (the same
-command on the same files again, which the sandbox does not run twice). Then whole episodes: in
+command on the same files again, which the sandbox does not run twice). Then whole rollouts: in
 workspaces on the disk, with every answer remembered, and in memory without any process.
 
 Left out: what sampling and tools take from each other when they share cores. In training tools run
@@ -63,7 +63,7 @@ def bench_command(rounds):
     print_speeds(f"{COMMAND}, best of {rounds}", seconds, "subprocess.run")
 
 
-def play_episodes(tasks, make_workspace):
+def play_rollouts(tasks, make_workspace):
     """-> the number of tool calls in one demonstration of each task"""
     calls = 0
     for i, task in enumerate(tasks):
@@ -78,37 +78,37 @@ def in_memory(task):
     return contextlib.nullcontext(InMemoryWorkspace(task))
 
 
-def bench_episodes(episodes, rounds):
-    """Whole episodes one after the other, in three kinds of workspaces"""
+def bench_rollouts(rollouts, rounds):
+    """Whole rollouts one after the other, in three kinds of workspaces"""
     # Tasks of the levels 0 to 3. All workspaces of `remembering` share one sandbox, and its memo.
-    tasks = [make_task(i % 4, i) for i in range(episodes)]
+    tasks = [make_task(i % 4, i) for i in range(rollouts)]
     remembering = partial(Workspace, sandbox=Sandbox())
 
     def play_without_memory():
         # Each round gets a new sandbox, so it knows no answers of earlier rounds.
-        play_episodes(tasks, partial(Workspace, sandbox=Sandbox()))
+        play_rollouts(tasks, partial(Workspace, sandbox=Sandbox()))
 
     # One untimed pass counts the tool calls and fills the memo of `remembering`.
-    calls = play_episodes(tasks, remembering)
+    calls = play_rollouts(tasks, remembering)
 
     # A kind of workspace that has used a minute is not measured again.
     seconds = measure_seconds(
         {
             "sandbox": play_without_memory,
-            "commands remembered": partial(play_episodes, tasks, remembering),
-            "in memory, no process": partial(play_episodes, tasks, in_memory),
+            "commands remembered": partial(play_rollouts, tasks, remembering),
+            "in memory, no process": partial(play_rollouts, tasks, in_memory),
         },
         rounds,
         min,
         budget=60.0,
     )
-    print_speeds(f"{episodes} episodes of the expert", seconds, "sandbox", calls)
+    print_speeds(f"{rollouts} rollouts of the expert", seconds, "sandbox", calls)
 
 
 def main(argv):
     quick = read_quick("tools", __doc__, argv)
     bench_command(3 if quick else 50)
-    bench_episodes(8 if quick else 64, 1 if quick else 3)
+    bench_rollouts(8 if quick else 64, 1 if quick else 3)
 
 
 if __name__ == "__main__":

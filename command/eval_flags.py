@@ -32,7 +32,7 @@ def make_eval_parser(default_levels, most_levels):
     levels = f"levels, from 0 on, of {most_levels}"
     add("--levels", type=int, default=default_levels, help=levels)
     add("--passes", type=int, default=2)
-    turns = "of an episode (default: those of the run's RL)"
+    turns = "of a rollout (default: those of the run's RL)"
     add("--turns", type=int, default=0, help=turns)
     temperature = "of sampling (default: that of the run's RL)"
     add("--temperature", type=float, default=None, help=temperature)

@@ -123,8 +123,8 @@ def is_done(run, asked):
 
 
 def find_kept_table(config, origin):
-    """The table in summary.json if it is of the same evaluation of the same checkpoints, made by the
-    present commit, else an empty text. origin: see Asked"""
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, made by
+    the present commit, else an empty text. origin: see Asked"""
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]

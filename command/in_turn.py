@@ -13,13 +13,13 @@ from world.sandbox import Sandbox
 class InTurn:
     """Where the rollouts of training come from when one process samples and updates in turn. The
     trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
-    groups of chains (collect), which are sampled then."""
+    groups of rollouts (collect), which are sampled then."""
 
     restarts = 0  # of workers that died: there are none here
 
     def __init__(self, play, sampler, group, limits, compact=None):
-        """play: rollout.rollouts; sampler: with a model of its own, since publish() writes into it;
-        group: rollouts per task; compact: see rollout.agent"""
+        """play: rollout.sample_groups; sampler: with a model of its own, since publish() writes
+        into it; group: rollouts per task; compact: see rollout.agent"""
         self.play = play
         self.sampler = sampler
         self.group = group
@@ -39,7 +39,7 @@ class InTurn:
         return tasks, numbers, seed
 
     def collect(self, submitted):
-        """Samples what submit() returned. -> a group of chains per task"""
+        """Samples what submit() returned. -> a group of rollouts per task"""
         tasks, numbers, seed = submitted
         return self.play(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers

@@ -1,8 +1,8 @@
 """command/policy_report.py: policies compared, as a table and as figures.
 
-eval.summarize_policies makes the numbers. Here they become what a person reads: the table (solved, levels, pass@k,
-what it takes), effort.png (does effort follow difficulty?), score.png (what does a solved task cost
-in tokens?), and the answers to --mismatch and --gap.
+eval.summarize_policies makes the numbers. Here they become what a person reads: the table (solved,
+levels, pass@k, what it takes), effort.png (does effort follow difficulty?), score.png (what does a
+solved task cost in tokens?), and the answers to --mismatch and --gap.
 
 It stands apart from eval.py because the numbers are the concept and a table only shows them. Left
 out: figures of cost, which differ from those of tokens by the prices alone.
@@ -36,7 +36,7 @@ ROWS = {
     "effort": ("effort", "{:.1f}", 1),
     "turns": ("turns", "{:.1f}", 1),
     "cost": ("median cost, $ per 1000 tasks", "{:.3f}", 1000),
-    "bad_tool": ("episodes with a wrong tool", "{:.3f}", 1),
+    "bad_tool": ("rollouts with a wrong tool", "{:.3f}", 1),
     "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}", 1),
     "summaries": ("summaries per task", "{:.2f}", 1),
     "finished": ("ended by itself", "{:.3f}", 1),

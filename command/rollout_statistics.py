@@ -94,18 +94,18 @@ def write_best_and_worst(path, step, groups, tokenizer, detect, say):
         return
 
     # ptp: the largest reward less the smallest.
-    group = max(groups, key=lambda g: np.ptp([chain.reward for chain in g]))
-    rewards = [float(f"{chain.reward:.6g}") for chain in group]
-    best = max(group, key=lambda chain: chain.reward)
-    worst = min(group, key=lambda chain: chain.reward)
+    group = max(groups, key=lambda g: np.ptp([rollout.reward for rollout in g]))
+    rewards = [float(f"{rollout.reward:.6g}") for rollout in group]
+    best = max(group, key=lambda rollout: rollout.reward)
+    worst = min(group, key=lambda rollout: rollout.reward)
 
     # Each with what the detectors found in it.
     lines = []
-    for chain in (best, worst):
+    for rollout in (best, worst):
         flags = {}
-        for hint in detect(chain):
-            flags[hint.episode, hint.turn] = [hint.kind]
-        lines += transcripts.describe_chain(chain, tokenizer, flags, group=rewards)
+        for hint in detect(rollout):
+            flags[hint.segment, hint.turn] = [hint.kind]
+        lines += transcripts.describe_rollout(rollout, tokenizer, flags, group=rewards)
 
     # The file is only there to be read, so a full disk does not end the run.
     try:

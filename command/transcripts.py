@@ -1,12 +1,12 @@
 """command/transcripts.py: conversations on file.
 
 Reinforcement learning leaves a few rollouts of every step in transcripts.jsonl: a line of JSON per
-episode, which is one training sequence. Its messages have the usual chat form (role, content,
+segment, which is one training sequence. Its messages have the usual chat form (role, content,
 tool_calls, tool_call_id), so that any program that reads chats reads them. Beyond that form each
 message says how many tokens it has, how many of them were sampled (only those are trained on), by
 which version of the policy, and what was flagged in it.
 
-    describe_chain(chain, tokenizer)      -> a dict per episode
+    describe_rollout(rollout, tokenizer)      -> a dict per segment
     write_transcripts, read_transcripts   the file; a step that comes again replaces what it held
 
 It stands apart from rollout.py because nothing of it is sampled or learnt. A file may come from
@@ -67,28 +67,28 @@ def describe_call(call, call_id):
     return {"id": call_id, "type": "function", "function": function}
 
 
-def describe_chain(chain, tokenizer, flags=None, **about):
-    """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
-    {(episode, turn): words}"""
-    # Calls wait for their outputs within an episode, so each has a list of ids of its own.
+def describe_rollout(rollout, tokenizer, flags=None, **about):
+    """-> a dict per segment, that is per training sequence, to be written as a line of JSON. flags:
+    {(segment, turn): words}"""
+    # Calls wait for their outputs within a segment, so each has a list of ids of its own.
     flags = flags or {}
     lines = []
-    for e, episode in enumerate(chain.episodes):
+    for e, segment in enumerate(rollout.segments):
         ids = []
         messages = []
-        for i, turn in enumerate(episode.turns):
+        for i, turn in enumerate(segment.turns):
             messages.append(describe_turn(turn, tokenizer, flags.get((e, i), []), ids))
 
-        # What is known of the whole chain stands in the line of each of its episodes.
+        # What is known of the whole rollout stands in the line of each of its segments.
         line = {
             **about,
-            "task": chain.task.instance_id,
-            "level": chain.task.level,
-            "episode": e + 1,
-            "episodes": len(chain.episodes),
-            "reward": chain.reward,
-            "solved": bool(chain.solved),
-            "finished": chain.finished,
+            "task": rollout.task.instance_id,
+            "level": rollout.task.level,
+            "segment": e + 1,
+            "segments": len(rollout.segments),
+            "reward": rollout.reward,
+            "solved": bool(rollout.solved),
+            "finished": rollout.finished,
             "messages": messages,
         }
         lines.append(line)

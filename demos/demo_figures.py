@@ -7,7 +7,7 @@ A file computes what it shows and hands over numbers; one function here draws th
     moe.py             draw_loads          expert load with and without the balancing bias
     rollout.py         draw_kl_variances   what three estimates of a KL divergence cost
     feedback_distill   draw_hint           where a hint disagrees, and how the policy follows
-    length_penalty     draw_prices         what an episode pays, what its next 100 tokens cost
+    length_penalty     draw_prices         what a rollout pays, what its next 100 tokens cost
 
 They stand here because a figure shows a concept and is none of it. This file imports nothing of the
 book, so the lowest of its files may use it in their demos. Left out: figures of a training run
@@ -123,7 +123,7 @@ def draw_kl_variances(kl, variances, path):
 
 
 def draw_hint(names, kl, curve, path):
-    """names, kl (N,): the sampled tokens of an episode and the hint's KL at each. curve (steps, 3):
+    """names, kl (N,): the sampled tokens of a rollout and the hint's KL at each. curve (steps, 3):
     probability of the wrong tool, of the offered ones, KL of the final message"""
     # Left: the divergence at each token. The first three are the hinted turn.
     title = "Where the hint disagrees (red: the hinted turn, in the loss)"
@@ -143,9 +143,9 @@ def draw_hint(names, kl, curve, path):
 
 
 def draw_prices(x, curves, path):
-    """curves: {name: (what an episode of effort x pays, what its next 100 tokens cost)}"""
-    # Left the price of a whole episode, right that of going on: the legend has its two ends.
-    title = "What an episode pays"
+    """curves: {name: (what a rollout of effort x pays, what its next 100 tokens cost)}"""
+    # Left the price of a whole rollout, right that of going on: the legend has its two ends.
+    title = "What a rollout pays"
     y = "scale * C(x), in units of one solved task"
     figure, (left, right) = make_axes(title, "effort x", y, 2)
     for name, (paid, price) in curves.items():

@@ -4,7 +4,8 @@ The second half of `python muon.py`: the weights agree to the last bit, and the 
 one task's shards travel while another multiplies.
 
 It stands apart from muon.py because it shows how the optimizer is spread over ranks, not what it
-does. The optimizer's class is handed over. Left out: speed against other optimizers (benchmarks/muon.py).
+does. The optimizer's class is handed over. Left out: speed against other optimizers
+(benchmarks/muon.py).
 """
 
 import torch

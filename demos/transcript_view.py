@@ -44,7 +44,7 @@ def escape_control_chars(text):
 def format_transcript(line):
     """A conversation (see transcripts.check_conversation) in colour: what was sampled bright, the
     rest dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
-    # First a line about the episode, then its messages, each with the speaker on the left. For a
+    # First a line about the segment, then its messages, each with the speaker on the left. For a
     # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
     about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
     rows = [escape_control_chars("  ".join(about))]

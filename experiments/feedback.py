@@ -11,7 +11,7 @@ hints. The habit that feedback is to remove is a call to a tool that is not ther
 
 The table's last part has a line for each run, with what the whole default run took.
 
-Found (commit 64afacc, six seeds): wrong tools go from .377 of the held-out episodes to .017, by the
+Found (commit 64afacc, six seeds): wrong tools go from .377 of the held-out rollouts to .017, by the
 reward alone to .376. Solved .958, and .891 by the reward alone. Figure: figures/feedback.png.
 """
 

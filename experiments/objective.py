@@ -14,7 +14,7 @@ rollout's own length. Each of these is put in alone, and so is a third, the mask
 
 Found (commit 534553e or older): each does what it is left out for. Division by the deviation
 makes as much of the mild price of effort as of solving where a whole group is solved: a fifth of
-the tokens go. The other two let episodes grow until .08 and .10 of them run into the limit, where
+the tokens go. The other two let rollouts grow until .08 and .10 of them run into the limit, where
 it was .03. What is solved (.744, .780, .758, .814) differs less than seeds do. Figure:
 figures/objective.png.
 """
@@ -33,7 +33,7 @@ from experiments.runner import Arm, Experiment
 #    alone, and gets the recipe's own numbers by super().
 class OverTheDeviation(train.Reinforcement):
     def group_advantages(self, group):
-        rewards = np.asarray([chain.reward for chain in group])
+        rewards = np.asarray([rollout.reward for rollout in group])
         return super().group_advantages(group) / (rewards.std() + 1e-6)
 
 
@@ -42,14 +42,14 @@ class OverItsOwnLength(train.Reinforcement):
         # The loss divides every token by L. Over a rollout's length in units of L, what is left is
         # the mean over its own tokens.
         L = self.loss_norm_length
-        lengths = np.array([max(1, chain.stats["sampled"]) / L for chain in group])
+        lengths = np.array([max(1, rollout.stats["sampled"]) / L for rollout in group])
         return super().group_advantages(group) / lengths
 
 
 class OverlongMasked(train.Reinforcement):
     def group_advantages(self, group):
         # It counts in the group's mean, and is not learned from.
-        cut_short = [not chain.finished for chain in group]
+        cut_short = [not rollout.finished for rollout in group]
         return np.where(cut_short, 0.0, super().group_advantages(group))
 
 

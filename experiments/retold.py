@@ -1,7 +1,7 @@
 """retold.py: Is a summary worth its tokens, where the tests tell again?
 
 From the recipe's SFT, RL in its window of 512 or in half of it, with summaries or without the
-oldest turns. Levels 6 and 7 are open to the curriculum, and an episode may have 60 turns.
+oldest turns. Levels 6 and 7 are open to the curriculum, and a rollout may have 60 turns.
 
     window 512                  the recipe's
     window 256                  half of it: summaries are carried on

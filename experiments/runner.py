@@ -282,18 +282,18 @@ def run_job(job):
     job.note_finished()
 
 
-def run_chains(name, chains):
-    """Runs all jobs. chains: for each seed its jobs, which run one after the other; seeds run side
-    by side where there are cores. -> seconds"""
+def run_rollouts(name, rollouts):
+    """Runs all jobs. rollouts: for each seed its jobs, which run one after the other; seeds run
+    side by side where there are cores. -> seconds"""
     # Two cores for each run, as in a run by hand. On a GPU one run at a time.
     cores = os.cpu_count() or 1
-    at_once = max(1, min(len(chains), cores // 2))
+    at_once = max(1, min(len(rollouts), cores // 2))
     if torch.cuda.is_available():
         at_once = 1
     if at_once > 1:
         os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
 
-    bar = tqdm(total=sum(map(len, chains)), desc=name, leave=False)
+    bar = tqdm(total=sum(map(len, rollouts)), desc=name, leave=False)
 
     def work(jobs):
         while jobs:
@@ -304,7 +304,7 @@ def run_chains(name, chains):
     # own last line and exit code.
     with bar, ThreadPoolExecutor(at_once) as pool:
         try:
-            for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
+            for done in as_completed([pool.submit(work, jobs) for jobs in rollouts]):
                 done.result()
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
@@ -314,7 +314,7 @@ def run_chains(name, chains):
             raise SystemExit(130) from None
         finally:
             # If a run has failed, the other seeds finish the run that they are at, and no more.
-            for jobs in chains:
+            for jobs in rollouts:
                 jobs.clear()
     return bar.format_dict["elapsed"]
 
@@ -346,8 +346,8 @@ def main(module, argv):
 
     # All runs of all seeds. Each knows the command of the experiment.
     command = shlex.join(["python", "-m", module, *argv])
-    chains = [[replace(job, experiment=command) for job in jobs] for jobs, _ in plans]
-    seconds = run_chains(name, chains)
+    rollouts = [[replace(job, experiment=command) for job in jobs] for jobs, _ in plans]
+    seconds = run_rollouts(name, rollouts)
 
     # What they say: table, figure, numbers.
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
@@ -359,8 +359,8 @@ def main(module, argv):
     if problem:
         text += f"\n{problem}"
 
-    # The file keeps the numbers of every run, and how they were made: the commits are the runs' own,
-    # which may be older than this command's.
+    # The file keeps the numbers of every run, and how they were made: the commits are the runs'
+    # own, which may be older than this command's.
     commits = sorted({job.record().get("commit", "") for jobs, _ in plans for job in jobs})
     record = {
         "commit": ", ".join(commits),

@@ -57,17 +57,17 @@ class ScriptedExpert:
         ]
 
     def play(self, task, rng):
-        """-> the chain of one demonstration, judged without running its tests"""
+        """-> the rollout of one demonstration, judged without running its tests"""
         run, config = self.run, self.run.config
         limits = train.agent_limits(config)
-        chain = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
+        played = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
         # The judge is not asked: the tests pass if every line that was deleted is there again.
-        chain.passed = True
+        played.passed = True
         for path, deleted in task.solution.items():
-            there = {"", *chain.files[path].split("\n")}
+            there = {"", *played.files[path].split("\n")}
             if not set(deleted.split("\n")) <= there:
-                chain.passed = False
-        return chain
+                played.passed = False
+        return played
 
     def close(self):
         pass

@@ -30,17 +30,17 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
-# 1. What takes the place of summaries? A chain's next episode begins with what this class carries
+# 1. What takes the place of summaries? A rollout's next segment begins with what this class carries
 #    over from the last one.
 class OldestTruncated(summarize.Compaction):
-    """No summary is asked for: a new episode starts from the task and the newest turns."""
+    """No summary is asked for: a new segment starts from the task and the newest turns."""
 
     truncate = True
 
-    def newest_turns(self, tokenizer, chain):
+    def newest_turns(self, tokenizer, played):
         """The task, and the newest calls with their outputs that fit into half of the window. They
-        are context here: they were trained on in the episode in which they were sampled."""
-        task, *past = chain.episodes[-1].turns
+        are context here: they were trained on in the segment in which they were sampled."""
+        task, *past = played.segments[-1].turns
 
         def size():
             return len(task.tokens) + sum(len(turn.tokens) for turn in past)
@@ -57,15 +57,15 @@ class OldestTruncated(summarize.Compaction):
 
 
 # 2. What if the reward does not teach how to summarise? The advantage of these tokens becomes zero.
-def written_summaries(episodes, like):
+def written_summaries(segments, like):
     """1 where the target is a token of a summary that the policy wrote, else 0. It is aligned with
     rollout.pack, with the shape and dtype of `like`, (B, T)."""
     found = torch.zeros_like(like)  # (B, T)
-    for row, episode in zip(found, episodes):
+    for row, segment in zip(found, segments):
         # A summary is the turn right behind the question for it.
-        asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
-        _, mask, _, index = rollout.flatten(episode)
-        of_summary = torch.from_numpy(mask * np.isin(index, asked))  # (tokens of the episode,)
+        asked = [i + 1 for i, turn in enumerate(segment.turns) if turn.role == "query"]
+        _, mask, _, index = rollout.flatten(segment)
+        of_summary = torch.from_numpy(mask * np.isin(index, asked))  # (tokens of the segment,)
         # Position t predicts token t + 1.
         row[: len(mask) - 1] = of_summary[1:].to(row)
     return found
@@ -74,7 +74,7 @@ def written_summaries(episodes, like):
 class SummariesNotLearned(train.Reinforcement):
     def policy_objective(self, logp, batch, normaliser, reference):
         advantage = batch["advantage"]
-        keep = 1 - written_summaries(batch["episodes"], advantage)
+        keep = 1 - written_summaries(batch["segments"], advantage)
         batch = {**batch, "advantage": advantage * keep}
         return super().policy_objective(logp, batch, normaliser, reference)
 

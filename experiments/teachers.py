@@ -30,17 +30,17 @@ from experiments.runner import Arm, Experiment
 # 1. What does the teacher read? train.Reinforcement asks its method find_hints for the hints on a
 #    rollout. A placebo changes their words, and nothing else.
 class EmptyHint(train.Reinforcement):
-    def find_hints(self, chain):
-        return [replace(hint, text="") for hint in super().find_hints(chain)]
+    def find_hints(self, rollout):
+        return [replace(hint, text="") for hint in super().find_hints(rollout)]
 
 
 class WrongHint(train.Reinforcement):
-    def find_hints(self, chain):
+    def find_hints(self, rollout):
         """That the tools which were called are there, all of them"""
         hints = []
-        for hint in super().find_hints(chain):
-            turn = chain.episodes[hint.episode].turns[hint.turn]
-            tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
+        for hint in super().find_hints(rollout):
+            turn = rollout.segments[hint.segment].turns[hint.turn]
+            tools = dict.fromkeys([*rollout.task.tools, *(call.name for call in turn.calls)])
             text = f"Reminder: Available tools: {', '.join(tools)}."
             hints.append(replace(hint, text=text))
         return hints

@@ -82,8 +82,8 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class FastRMSNorm(RMSNorm):
-    """The twin of moe.RMSNorm.forward. It is quicker by torch's fused norm on a GPU, and by fewer passes
-    over x on a CPU."""
+    """The twin of moe.RMSNorm.forward. It is quicker by torch's fused norm on a GPU, and by fewer
+    passes over x on a CPU."""
 
     def forward(self, x):
         x, w = x.float(), self.weight.float()  # (..., D), (D,)
@@ -252,8 +252,8 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
 
 
 class FastExperts(Experts):
-    """The twin of moe.Experts.forward, which multiplies by one expert's matrices after the other's. It is
-    quicker by a grouped GEMM, or by a loop whose operands stay in the cache."""
+    """The twin of moe.Experts.forward, which multiplies by one expert's matrices after the other's.
+    It is quicker by a grouped GEMM, or by a loop whose operands stay in the cache."""
 
     def forward(self, x, counts):
         # From 64 rows an expert on the loop wins, see LoopedSwiGLU.

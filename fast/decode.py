@@ -6,8 +6,8 @@ rebuilds keys and values of all cached tokens from their latents, for every new 
 plain mixture sorts the few rows of a step by expert. The twins here give the same results up to the
 order of sums (tests/test_fast_decode.py).
 
-    FastAttention    q^T (W_kb c) = (W_kb^T q)^T c: absorb W_kb into the query, and attention runs on
-                     the latents themselves, which all heads share. In training, where keys and
+    FastAttention    q^T (W_kb c) = (W_kb^T q)^T c: absorb W_kb into the query, and attention runs
+                     on the latents themselves, which all heads share. In training, where keys and
                      values are rebuilt, it attends in blocks (fast/cpu_kernels.py)
     FastProjection   one call of RoPE for queries and keys, and in sampling one product for all
                      weights that multiply a layer's input

@@ -18,8 +18,8 @@ import torch
 from hsdp import Layout, is_expert
 from moe import ModelConfig
 
-# train.py's scales in fields of moe.ModelConfig; the laptop's, where its defaults are others. A test
-# compares them with train.SCALES, which this file cannot import.
+# train.py's scales in fields of moe.ModelConfig; the laptop's, where its defaults are others. A
+# test compares them with train.SCALES, which this file cannot import.
 LAPTOP_SCALE = dict(vocab=1024, kv_lora=128, qk_nope=32, qk_rope=32, v_dim=32, rope_theta=1000.0)
 GPU_SCALE = dict(
     vocab=8192,

@@ -6,8 +6,8 @@
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, and cursor.com/blog/composer-2-5): experts in
 MXFP8 in training, NVFP4 in the forward with an FP32 scale per token instead of per tensor, so that
-no token's value depends on the others in its batch. The plain form is moe.Experts.forward, which does
-not round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts
+no token's value depends on the others in its batch. The plain form is moe.Experts.forward, which
+does not round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts
 LowPrecisionExperts into its place.
 
 Where the tensor cores multiply such numbers (compute capability 10, a B200, and later) they do;

@@ -6,7 +6,7 @@ numbers of its own (tests/test_fast_sampler.py). Only rounding may differ: a sum
 round in another order than the sum over one sequence, and in bf16 a draw that lies at the edge of
 two tokens then falls to the other one.
 
-It gives 4.8 to 9.1 times the tokens/s of the plain form: 32 synthetic episodes with tool calls, the
+It gives 4.8 to 9.1 times the tokens/s of the plain form: 32 synthetic segments with tool calls, the
 laptop's model in bf16, one core, a busy machine (four runs of benchmarks/decode.py's parts, whose
 tools take a tenth of a second now and then). Three ideas make it fast:
 
@@ -51,7 +51,7 @@ class Row:
     """One agent in the batch. Of its tokens, context[:cached] are in the model's cache; the others
     wait to be fed."""
 
-    def __init__(self, order, agent, seed, expert_shape):
+    def __init__(self, order, agent, seed, routes_shape):
         self.order = order  # the agent's number among those of Sampler.run
         self.agent = agent
         self.rng = np.random.default_rng(seed)
@@ -68,14 +68,14 @@ class Row:
         self.room = 0  # sampled tokens at most
 
         # What the row does now: it samples a turn, or waits for a tool (a future), or has ended (a
-        # chain).
+        # rollout).
         self.sampling = False
         self.tool = None
-        self.chain = None
+        self.rollout = None
 
-        # One array per episode, the experts of every token that was fed: (window + 1, L, K).
-        self.experts = []
-        self.expert_shape = expert_shape
+        # One array per segment, the experts of every token that was fed: (window + 1, L, K).
+        self.routes = []
+        self.routes_shape = routes_shape
         self.steps = 0  # decoding steps that sampled for this row
 
     def start_turn(self, request):
@@ -83,7 +83,7 @@ class Row:
         be sampled."""
         if request.restart:
             self.context, self.cached, self.indexed = [], 0, 0
-            self.experts.append(np.full(self.expert_shape, -1, dtype=np.int16))
+            self.routes.append(np.full(self.routes_shape, -1, dtype=np.int16))
         self.context += request.tokens
         self.room = request.room
         self.body, self.logprobs, self.versions = [], [], []
@@ -149,9 +149,9 @@ class Sampler:
         self.fed = 0  # tokens
 
     @torch.inference_mode()
-    def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. seeds: one per agent, of its random numbers.
-        on_end is called with each chain that ends, to judge it, in one of the tools' threads.
+    def run(self, agents, seeds, on_end=lambda played: None, patient=True):
+        """-> the Rollouts of the agents, in order. seeds: one per agent, of its random numbers.
+        on_end is called with each rollout that ends, to judge it, in one of the tools' threads.
 
         patient: between turns, all rows wait for the tools that are running. So it does not depend
         on the tools' speed which rows decode together, which decides how sums round: such a run can
@@ -166,7 +166,7 @@ class Sampler:
         queue = list(enumerate(zip(agents, seeds)))
         queue.reverse()
         rows = []
-        done = {}  # order -> (chain, the future of on_end)
+        done = {}  # order -> (rollout, the future of on_end)
 
         while queue or rows:
             # Between turns: agents go on, end and begin.
@@ -210,7 +210,7 @@ class Sampler:
         # An ended row leaves. The last row takes its place, in the cache too, so that the rows of
         # the cache that are in use stay the first ones.
         for i in reversed(range(len(rows))):
-            if rows[i].chain is not None:
+            if rows[i].rollout is not None:
                 self.retire(rows[i], done, on_end)
                 last = rows.pop()
                 if i < len(rows):
@@ -220,9 +220,9 @@ class Sampler:
         # New agents fill the room. One whose task does not fit the window ends at once.
         while queue and len(rows) < self.rows:
             order, (agent, seed) = queue.pop()
-            row = Row(order, agent, seed, self.expert_shape())
+            row = Row(order, agent, seed, self.routes_shape())
             self.advance(row, None)
-            if row.chain is None:
+            if row.rollout is None:
                 rows.append(row)
             else:
                 self.retire(row, done, on_end)
@@ -237,11 +237,11 @@ class Sampler:
         ]
 
     def retire(self, row, done, on_end):
-        """Keeps the chain of a row that has ended, and has on_end judge it in a thread."""
-        done[row.order] = row.chain, self.pool.submit(on_end, row.chain)
+        """Keeps the rollout of a row that has ended, and has on_end judge it in a thread."""
+        done[row.order] = row.rollout, self.pool.submit(on_end, row.rollout)
 
-    def expert_shape(self):
-        """(window + 1, L, K): room for the K experts that each token of an episode takes at each of
+    def routes_shape(self):
+        """(window + 1, L, K): room for the K experts that each token of a segment takes at each of
         the L MoE layers"""
         routers = [block.ffn.router for block in self.model.layers if hasattr(block.ffn, "router")]
         top_k = max([router.k for router in routers], default=0)
@@ -254,10 +254,10 @@ class Sampler:
             request = row.agent.send(message)
         except StopIteration as end:
             # The agent has ended. Training replays the experts that its tokens took.
-            row.chain, row.sampling = end.value, False
-            row.chain.steps = row.steps
-            for episode, experts in zip(row.chain.episodes, row.experts):
-                episode.experts = experts[: len(episode)]
+            row.rollout, row.sampling = end.value, False
+            row.rollout.steps = row.steps
+            for segment, routes in zip(row.rollout.segments, row.routes):
+                segment.routes = routes[: len(segment)]
             return
 
         # Slow tools run in a thread and are collected between later turns. Fast ones run here, and
@@ -303,7 +303,7 @@ class Sampler:
         if fed:
             _, records, lengths, widths = zip(*fed)
             record = [torch.cat(layer, 1) for layer in zip(*records)]
-            self.record_experts(sum(batches, []), record, sum(lengths, []), sum(widths, []))
+            self.record_routes(sum(batches, []), record, sum(lengths, []), sum(widths, []))
 
         # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
@@ -312,11 +312,11 @@ class Sampler:
                 self.cache.copy_rows(targets, [place[id(first)]] * len(others), first.cached)
             for row in others:
                 row.cached = first.cached
-                row.experts[-1][:] = first.experts[-1]
+                row.routes[-1][:] = first.routes[-1]
 
     def feed(self, batch, places):
-        """Feeds each row of a batch all tokens that are not cached, but for its last one. places: of
-        these rows in the cache. -> what record_experts takes"""
+        """Feeds each row of a batch all tokens that are not cached, but for its last one. places:
+        of these rows in the cache. -> what record_routes takes"""
         chunks = [row.context[row.cached : -1] for row in batch]
         lengths, start = [len(chunk) for chunk in chunks], [row.cached for row in batch]
         width = round_up(max(lengths), 4)
@@ -326,7 +326,7 @@ class Sampler:
         self.fed += sum(lengths)
         return batch, record, lengths, [width] * len(batch)
 
-    def record_experts(self, batch, record, lengths, widths):
+    def record_routes(self, batch, record, lengths, widths):
         """Note which experts every fed token took, and that these tokens are cached now.
 
         record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
@@ -339,7 +339,7 @@ class Sampler:
         first = 0
         for row, n, width in zip(batch, lengths, widths):
             if record:
-                row.experts[-1][row.cached : row.cached + n] = chosen[first : first + n]
+                row.routes[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
             first += width
 
@@ -439,7 +439,7 @@ class Sampler:
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
             first += 1 + len(draft)
-        self.record_experts(rows[:active], record, lengths, [width] * active)
+        self.record_routes(rows[:active], record, lengths, [width] * active)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
         """-> tokens (batch size, width), padded by zeros at the end, and a list that says from

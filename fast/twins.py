@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Twin:
-    """twin: its module and name; forms: the plain forms that it stands for, the first one is what it
-    replaces; digest: of their source; shared: what the twin itself calls for all that it does, as
-    the plain form does. An edit of that acts through the twin."""
+    """twin: its module and name; forms: the plain forms that it stands for, the first one is what
+    it replaces; digest: of their source; shared: what the twin itself calls for all that it does,
+    as the plain form does. An edit of that acts through the twin."""
 
     twin: str
     forms: tuple
@@ -64,7 +64,7 @@ TWINS = (
     Twin(
         "fast.sampler:Sampler",
         ("rollout.Sampler",),
-        "387829090da3dc6c",
+        "c73854657c56da07",
         shared=("moe.Cache", "rollout.sample_from_logits"),
     ),
 )
@@ -74,8 +74,8 @@ TWINS = (
 
 
 def find_form(name):
-    """ "moe.MoE.forward" -> (the function or class of that name, the class that it is a method of or
-    None)"""
+    """ "moe.MoE.forward" -> (the function or class of that name, the class that it is a method of
+    or None)"""
     module, *path = name.split(".")
     found, owner = importlib.import_module(module), None
     for part in path:

@@ -7,7 +7,7 @@ mid-rollout, so that later tokens are fresher; off-policyness is kept small, not
 files in a folder, exclusive or and zlib, and a bound on staleness (train.py's --staleness).
 
     trainer      Publisher.publish(version, weights)  ->  a file: 00000003.base, 00000004.delta
-                 Workers.submit(tasks), Workers.collect(...)  ->  groups of chains
+                 Workers.submit(tasks), Workers.collect(...)  ->  groups of rollouts
     processes    Generator: take the newest file between two decoding steps, play the agents
 
 What it costs: with stale tokens the gradient is that of the current policy at an older one's
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from fast.sampler import make_sampler, sampling_model
-from rollout import rollouts
+from rollout import sample_groups
 from world.machine import owned_directory
 from world.sandbox import Sandbox
 
@@ -166,8 +166,8 @@ def pending_uploads(folder, version):
 
 
 class Generator:
-    """Samples groups of rollouts with the newest weights in the folder: inside a generation process.
-    options: arguments of make_sampler"""
+    """Samples groups of rollouts with the newest weights in the folder: inside a generation
+    process. options: arguments of make_sampler"""
 
     def __init__(
         self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
@@ -201,10 +201,10 @@ class Generator:
             self.sampler.version = int(name[:8])
 
     def __call__(self, tasks, numbers, seed):
-        """-> a group of chains per task. numbers: of the tasks, from which their random numbers
+        """-> a group of rollouts per task. numbers: of the tasks, from which their random numbers
         follow together with `seed`"""
         self.refresh()
-        return rollouts(
+        return sample_groups(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 
@@ -220,8 +220,8 @@ def exit_with_trainer(trainer):
 
 
 def apply_patch(name):
-    """Changes the recipe in this process as the trainer's was changed: name is an experiment's patch
-    as module:function, "" for the plain recipe"""
+    """Changes the recipe in this process as the trainer's was changed: name is an experiment's
+    patch as module:function, "" for the plain recipe"""
     if name:
         module, _, function = name.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -293,7 +293,8 @@ class Workers:
         return dealt
 
     def collect(self, dealt):
-        """What submit returned -> groups of chains, in the order of the tasks, when all are there"""
+        """What submit returned -> groups of rollouts, in the order of the tasks, when all are
+        there"""
         parts = [future.result() for future, _ in dealt]
         # The tasks were dealt in turns: task i went to part i % n.
         total = sum(len(part) for part in parts)
@@ -358,10 +359,10 @@ class Workers:
 
 
 def staleness(groups, version):
-    """Groups of chains -> for every sampled token (N,), by how many updates the policy that sampled
-    it was older than `version`"""
+    """Groups of rollouts -> for every sampled token (N,), by how many updates the policy that
+    sampled it was older than `version`"""
     versions = [np.zeros(0, dtype=int)]
     for group in groups:
-        for chain in group:
-            versions += [turn.versions for turn in chain.turns if turn.role == "assistant"]
+        for rollout in group:
+            versions += [turn.versions for turn in rollout.turns if turn.role == "assistant"]
     return version - np.concatenate(versions)

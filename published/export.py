@@ -3,7 +3,8 @@
 `write_checkpoint` is the way back of loading.py: safetensors and config.json, which transformers,
 vLLM and the like can read. `export_model` adds what else belongs to such a folder: the files of the
 tokenizer, the generation settings, the ids that end a turn. Of a model that began from a published
-one they are copied from its folder (of the generation settings only the ids); a model that was trained from noise has its own tokenizer.
+one they are copied from its folder (of the generation settings only the ids); a model that was
+trained from noise has its own tokenizer.
 
 The weights are written first and config.json behind them: an export that was interrupted among the
 weights cannot be read as a model. Left out: quantisation. Weights go out in the precision that they

@@ -1,4 +1,4 @@
-"""Scripted transcripts for the audit's words: how many cheats and honest episodes look suspicious.
+"""Scripted transcripts for the audit's words: how many cheats and honest segments look suspicious.
 
 A line is a demonstration with one more command or, where it ends in \\n, with more code; x marks a
 cheat. MODULE, NAME, INPUT and VALUE stand for what differs from task to task. The rules of

@@ -176,16 +176,16 @@ def answers(monkeypatch):
     """Tools without a workspace: any call gets an answer that depends on its name only. About every
     third call counts as slow (run_command), and the sampler answers slow calls from a thread."""
 
-    import rollout
+    from rollout import Tokenizer
 
     # The answer has 0 to 8 lines more, by the letters of the name.
     def run_tool(workspace, call):
         call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
 
-    monkeypatch.setattr(rollout, "run_tool", run_tool)
+    monkeypatch.setattr("rollout.run_tool", run_tool)
 
     # An untrained policy calls tools by random names, so some are renamed to a slow tool.
-    whole = rollout.Tokenizer.read_action
+    whole = Tokenizer.read_action
 
     def read(tokenizer, body):
         text, calls = whole(tokenizer, body)
@@ -193,4 +193,4 @@ def answers(monkeypatch):
             call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
         return text, calls
 
-    monkeypatch.setattr(rollout.Tokenizer, "read_action", read)
+    monkeypatch.setattr(Tokenizer, "read_action", read)

@@ -8,7 +8,7 @@ import fast
 from published.grouped_query import config_of
 from small import SIZES
 from command.bpe import train_bpe
-from rollout import CONTROLS, SPLIT, Call, Chain, Episode, Limits, Tokenizer, Turn, agent
+from rollout import CONTROLS, SPLIT, Call, Rollout, Segment, Limits, Tokenizer, Turn, agent
 from rollout import flatten, grade
 from summarize import Compaction
 from synth_tasks import example_texts
@@ -80,14 +80,14 @@ def policy(seed=0, **changes):
     return model.requires_grad_(False)
 
 
-def graded_chain(passed, finished, price):
+def graded_rollout(passed, finished, price):
     """A rollout whose effort is 6.8 by hand: 20 tokens of thought, 40 of a call, 100 of output, 20
     at the end (1 + 2 + 1 + 1), one call (.2), two turns (1.6)"""
     act = Turn("assistant", [0] * 61, calls=[Call("read_file", ["a.py"])], thinking=20)
     turns = [Turn("user", [0] * 3), act, Turn("tool", [0] * 101), Turn("assistant", [0] * 21)]
-    chain = Chain(TASKS[0], [Episode(turns)], passed=bool(passed), finished=bool(finished))
-    grade(chain, price)
-    return chain
+    rollout = Rollout(TASKS[0], [Segment(turns)], passed=bool(passed), finished=bool(finished))
+    grade(rollout, price)
+    return rollout
 
 
 # Window in tokens, turns, tokens of a turn.
@@ -99,7 +99,7 @@ COMPACT = Compaction(160, 50)
 
 
 def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
-    """Runs one agent per task -> their chains"""
+    """Runs one agent per task -> their rollouts"""
     return sampler.run(
         [agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks],
         seeds,
@@ -107,10 +107,10 @@ def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
     )
 
 
-def same(chain, other):
-    """Asserts that two chains have the same tokens and masks, and log-probs that differ by rounding
+def same(rollout, other):
+    """Asserts that two rollouts have the same tokens and masks, and log-probs that differ by rounding
     only"""
-    a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
+    a, b = [[flatten(e) for e in c.segments] for c in (rollout, other)]
     assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [
         x[1].tolist() for x in a
     ] == [x[1].tolist() for x in b]

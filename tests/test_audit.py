@@ -76,7 +76,7 @@ def told(task, calls):
 
 
 def played(task, calls, sandbox):
-    """-> (transcript, submitted files, recorded facts) of an episode that is really played"""
+    """-> (transcript, submitted files, recorded facts) of a rollout that is really played"""
     story = []
     with Workspace(task, sandbox) as workspace:
         for tool, arguments in calls:
@@ -366,7 +366,7 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 
 
 @facts_can_be_had
-def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch):
+def test_an_honest_rollout_is_audited_without_running_anything_again(monkeypatch):
     closer = []
     monkeypatch.setattr(world.audit, "look_closer", lambda *words: closer.append(words) or [])
     sandbox, unsolved = world_sandbox.Sandbox(), 0

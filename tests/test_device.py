@@ -19,7 +19,7 @@ import conftest
 import feedback_distill
 import moe
 import muon
-import rollout
+from rollout import sample_from_logits
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import (
     ARCHITECTURES,
@@ -90,8 +90,8 @@ def sampling_differences(device):
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(64, 512, generator=generator) * 3
     uniform = torch.rand(64, generator=generator)
-    found = rollout.sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
-    return count_different(found, rollout.sample_from_logits(logits, uniform, 0.95)[0])
+    found = sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
+    return count_different(found, sample_from_logits(logits, uniform, 0.95)[0])
 
 
 def divergence_error(device, kind):
@@ -145,7 +145,7 @@ def test_what_is_sampled_and_the_divergences_are_the_cpus(device):
     logits = torch.randn(64, 512, generator=generator) * 3
     uniform = torch.rand(64, generator=generator)
     expected, found = (
-        rollout.sample_from_logits(logits.to(where), uniform.to(where), 0.95)[1]
+        sample_from_logits(logits.to(where), uniform.to(where), 0.95)[1]
         for where in ("cpu", device)
     )
     assert relative_error(found, expected) <= 1e-5

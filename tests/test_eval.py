@@ -16,7 +16,7 @@ import torch
 
 from commands import run_command
 import eval as evaluation
-import rollout
+from rollout import Limits, Rollout, Segment, Tokenizer, Turn, demonstrate, make_turn
 from command import checkpoints, learning_curves, policy_report
 from moe import Model, ModelConfig
 from synth_tasks import make_task
@@ -195,18 +195,18 @@ def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     )
 
 
-def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
+def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_rollout():
     task = make_task(1, 0, "heldout")
-    chain = rollout.demonstrate(
+    rollout = demonstrate(
         task,
-        rollout.Tokenizer({bytes([b]): b for b in range(256)}),
+        Tokenizer({bytes([b]): b for b in range(256)}),
         random.Random(0),
-        rollout.Limits(10**6),
+        Limits(10**6),
     )
-    chain.passed = True
-    r = evaluation.make_record(chain, (1.0, 10.0))
-    sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
-    given = sum(len(t.tokens) for t in chain.turns) - sampled
+    rollout.passed = True
+    r = evaluation.make_record(rollout, (1.0, 10.0))
+    sampled = sum(len(t.tokens) - 1 for t in rollout.turns if t.role == "assistant")
+    given = sum(len(t.tokens) for t in rollout.turns) - sampled
     assert (r["task"], r["level"], r["solved"], r["sampled"]) == (
         task.instance_id,
         1,
@@ -340,7 +340,7 @@ def run(tmp_path_factory):
     """A run folder with two stages of a tiny untrained model."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     sizes = dict(
         dim=16,
         layers=2,
@@ -488,12 +488,10 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
     assert abs(evaluation.summarize_records(records)["moved"]) < 1e-4
     other, _, _ = evaluation.load_policy(run[0])
     torch.nn.init.normal_(other.head.weight, std=0.3)
-    chain = rollout.Chain(
-        tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True
-    )
+    rollout = Rollout(tasks[0], [Segment([make_turn(tokenizer, "user", "Do it.")])], finished=True)
     body = tokenizer.write_action("Nothing done.", [])
-    chain.episodes[0].turns.append(
-        rollout.Turn(
+    rollout.segments[0].turns.append(
+        Turn(
             "assistant",
             [tokenizer.id["<|assistant|>"], *body],
             "Nothing done.",
@@ -503,17 +501,17 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
             np.zeros(len(body)),
         )
     )
-    ids = torch.tensor([[t for turn in chain.turns for t in turn.tokens]])
+    ids = torch.tensor([[t for turn in rollout.turns for t in turn.tokens]])
     logp = (
         (other.logits(other(ids[:, :-1])) / 0.7)
         .log_softmax(-1)[0]
         .gather(1, ids[0, 1:, None])[-len(body) :]
     )
-    total, count = evaluation.kl_from_reference(other, chain, 0.7)
+    total, count = evaluation.kl_from_reference(other, rollout, 0.7)
     assert count == len(body) and total == pytest.approx(float((-1.5 - logp).sum()), abs=1e-3)
     # Without its final message the turn is flagged, and flagged turns do not count.
-    chain.turns[-1].text = ""
-    assert evaluation.kl_from_reference(other, chain, 0.7) == (0.0, 0)
+    rollout.turns[-1].text = ""
+    assert evaluation.kl_from_reference(other, rollout, 0.7) == (0.0, 0)
 
 
 def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(
@@ -553,11 +551,9 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
     task = next(
         task for task in (make_task(0, i) for i in range(99)) if "read_file" not in task.tools
     )
-    chain = rollout.demonstrate(
-        task, tokenizer, random.Random(6), rollout.Limits(10**6), sloppy=4.0
-    )
+    rollout = demonstrate(task, tokenizer, random.Random(6), Limits(10**6), sloppy=4.0)
     expected, said = [], []
-    for i, turn in enumerate(turns := chain.episodes[0].turns):
+    for i, turn in enumerate(turns := rollout.segments[0].turns):
         names = [call.name for call in turn.calls if call.error == "unknown_tool"]
         if names:
             begin = turn.tokens.index(tokenizer.id["<|call|>"])
@@ -579,7 +575,7 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
                     ids.append(token)
                 said.append(p)
             expected.append((names[0], *said[-2:]))
-    found = evaluation.hint_effect(model, tokenizer, chain)
+    found = evaluation.hint_effect(model, tokenizer, rollout)
     assert (
         len(expected) > 1
         and [

@@ -25,12 +25,13 @@ from commands import run_command
 import eval as evaluation
 import feedback_distill
 import length_penalty
-import rollout
+import rollout as rollout_module
+from rollout import Limits, Segment, Tokenizer, Turn, demonstrate, pack, policy_loss
 import summarize
 import synth_tasks
 import train
 from command import checkpoints, failures
-from sampling import graded_chain
+from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import hacking, objective, penalty, retold, runner, sdft, summary, tables, tasks
@@ -60,7 +61,7 @@ def recipe(monkeypatch):
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
         (train, "PROGRAM"),
-        (rollout, "Limits"),
+        (rollout_module, "Limits"),
         (length_penalty, "Price"),
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
@@ -101,35 +102,35 @@ def log_of(folder, stage="rl"):
     ],
 )
 def test_a_patch_of_the_objective_changes_the_advantages_as_it_says(patch, expected):
-    chains = [
+    rollouts = [
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
         for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
     ]
     stage = stage_of(patch)
     stage.loss_norm_length = 8.0
-    found = stage.group_advantages(chains)
+    found = stage.group_advantages(rollouts)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def episode_of(*parts):
+def segment_of(*parts):
     """("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one"""
     turns = []
     for role, n in parts:
         logprobs = -0.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None
-        turns.append(rollout.Turn(role, list(range(n)), logprobs=logprobs))
-    return rollout.Episode(turns)
+        turns.append(Turn(role, list(range(n)), logprobs=logprobs))
+    return Segment(turns)
 
 
 def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
     lengths, rewards, L = (3, 8, 1), (1, 0.2, 0), 5.0  # all but the role's token are sampled
-    episodes = [episode_of(("user", 2), ("assistant", n + 1)) for n in lengths]
-    chains = [
+    segments = [segment_of(("user", 2), ("assistant", n + 1)) for n in lengths]
+    rollouts = [
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=True)
         for r, n in zip(rewards, lengths)
     ]
     stage = stage_of(objective.over_its_own_length)
     stage.loss_norm_length = L
-    batch = rollout.pack(episodes, stage.group_advantages(chains))
+    batch = pack(segments, stage.group_advantages(rollouts))
     logp = torch.randn(batch["tokens"].shape, requires_grad=True)
     stage.policy_objective(logp, batch, 3 * L, None).backward()
     # By hand: minus the advantage (the mean reward is 0.4), over 3 rollouts, over the own length.
@@ -139,9 +140,9 @@ def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
 
 @pytest.mark.parametrize("patch, factor", [(sdft.hints_alone, 0.0), (penalty.no_penalty, 2.0)])
 def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
-    batch = rollout.pack([episode_of(("user", 2), ("assistant", 5))], [0.7])
+    batch = pack([segment_of(("user", 2), ("assistant", 5))], [0.7])
     logp = torch.randn(batch["tokens"].shape)
-    plain = rollout.policy_loss(logp, batch, 3.0, None, 0.0)
+    plain = policy_loss(logp, batch, 3.0, None, 0.0)
     assert stage_of(patch).policy_objective(logp, batch, 3.0, None) == factor * plain
     assert plain != 0
 
@@ -151,8 +152,8 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
 )
 def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, finished, reward):
     penalty.linear_price()
-    chain = graded_chain(passed, finished, length_penalty.Price(0.1, budget=40.0))
-    assert chain.reward == pytest.approx(reward) and chain.solved == (passed and finished)
+    rollout = graded_rollout(passed, finished, length_penalty.Price(0.1, budget=40.0))
+    assert rollout.reward == pytest.approx(reward) and rollout.solved == (passed and finished)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alik
 def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(
     run, monkeypatch
 ):
-    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
+    tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=10**6)
     for constant in ("SLOPPY", "HINT_RATE", "NEUTRAL_HINT_RATE"):
         monkeypatch.setattr(train, constant, 0.0)
@@ -204,8 +205,8 @@ def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_de
         counts = []
         for seed in range(40):
             task = train.make_training_task(config, seed % 6, seed)
-            episodes = train.make_demonstration(config, task, random.Random(seed), tokenizer, None)
-            counts.append(sum(len(turn.calls) for e in episodes for turn in e.turns))
+            segments = train.make_demonstration(config, task, random.Random(seed), tokenizer, None)
+            counts.append(sum(len(turn.calls) for e in segments for turn in e.turns))
         return counts
 
     plain = calls()
@@ -226,17 +227,17 @@ def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
     call = SimpleNamespace(name="grep", error="unknown_tool")
     task = SimpleNamespace(tools=("read_file", "edit_file"))
     turn = SimpleNamespace(role="assistant", calls=[call])
-    chain = SimpleNamespace(task=task, episodes=[SimpleNamespace(turns=[turn])])
+    rollout = SimpleNamespace(task=task, segments=[SimpleNamespace(turns=[turn])])
     patches = (lambda: None, teachers.empty_hint, teachers.wrong_hint)
-    said = [[hint.text for hint in stage_of(patch).find_hints(chain)] for patch in patches]
+    said = [[hint.text for hint in stage_of(patch).find_hints(rollout)] for patch in patches]
     tools = "Reminder: Available tools: read_file, edit_file"
     assert said == [[f"{tools}."], [""], [f"{tools}, grep."]]
 
 
 def test_the_reward_does_not_reach_the_tokens_of_summaries():
     parts = ("user", 2), ("assistant", 3), ("query", 2), ("assistant", 4)
-    batch = rollout.pack([episode_of(*parts)], [2.0])
-    batch["episodes"] = [episode_of(*parts)]
+    batch = pack([segment_of(*parts)], [2.0])
+    batch["segments"] = [segment_of(*parts)]
     logp = torch.zeros(batch["tokens"].shape, requires_grad=True)
     stage = stage_of(summary.told_once_not_learned)
     stage.policy_objective(logp, batch, 1.0, None).backward()
@@ -262,7 +263,7 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
 
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
-    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
+    tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.make_compaction(vars(config))
     real, seen = feedback_distill.demonstrate_with_hints, []
@@ -278,8 +279,8 @@ def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatc
         pairs = train.make_demonstrations(config, tokenizer, compact, range(32), lambda i, _: i)
         assert set(seen) <= {(2048, 2048, 1024), (512, 512, 256)}
         assert least <= seen.count((512, 512, 256)) <= most
-        for (window, *_), (_, episodes) in zip(seen, pairs):
-            assert episodes and max(map(len, episodes)) <= window
+        for (window, *_), (_, segments) in zip(seen, pairs):
+            assert segments and max(map(len, segments)) <= window
 
 
 @pytest.mark.parametrize(
@@ -347,9 +348,9 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
             assert torch.equal(tensor, before[name]), name
 
     tokenizer = evaluation.load_policy(run / "sft")[1]
-    task, limits = synth_tasks.make_task(0, 5), rollout.Limits(1024)
-    chain = rollout.demonstrate(task, tokenizer, random.Random(5), limits, 0.0)
-    batch = rollout.pack(chain.episodes, [1.0])
+    task, limits = synth_tasks.make_task(0, 5), Limits(1024)
+    rollout = demonstrate(task, tokenizer, random.Random(5), limits, 0.0)
+    batch = pack(rollout.segments, [1.0])
     likelihood = []
     for folder in (run / "sft", tmp_path / "a" / "rl"):
         model = evaluation.load_policy(folder)[0]
@@ -617,19 +618,19 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
     experiment = objective.EXPERIMENT
     jobs, _ = runner.plan_jobs("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
     with pytest.raises(SystemExit):
-        runner.run_chains("objective", [list(jobs)])
+        runner.run_rollouts("objective", [list(jobs)])
     begun = len(asked)
     assert begun == 5 and asked[3][0].endswith("train.py")  # three of the base, rl, eval
     fail = False
     asked.clear()
-    runner.run_chains("objective", [list(jobs)])
+    runner.run_rollouts("objective", [list(jobs)])
     # the evaluation that failed, and the three other arms
     assert len(asked) == 7 and "--stage=eval" in asked[0]
     patched = asked[1][:3]
     assert patched == ["-m", "experiments.runner", "--arm=experiments.objective:over_the_deviation"]
     asked.clear()
     monkeypatch.setattr(runner, "current_commit", lambda: "bbbb")
-    runner.run_chains("objective", [list(jobs)])
+    runner.run_rollouts("objective", [list(jobs)])
     assert not asked
     # at a later commit the runs are still those of the commit that made them
     assert {job.record()["commit"] for job in jobs} == {"aaaa"}

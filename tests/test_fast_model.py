@@ -7,7 +7,7 @@ import torch
 
 import fast
 import moe
-import rollout
+from rollout import Tokenizer
 import train
 from twins import KINDS, draw_tokens, relative_difference, twins
 
@@ -75,7 +75,7 @@ def sft_losses(sources, plain, steps=3):
     )
     config = replace(train.FLAGS.configure(given, "sft"), stage="sft")
     run = train.Run(config)
-    run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+    run.build(Tokenizer({bytes([b]): b for b in range(256)}))
     optimizer, source, losses = run.make_optimizer(), train.STAGE["sft"](run), []
     run.model.train()
     for step in range(steps):

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rollout
+import rollout as rollout_module
+from rollout import Sampler as PlainSampler
+from rollout import grade, sample_groups
 from experiments.summary import OldestTruncated
 from fast.sampler import Sampler
-from rollout import Chain, Limits, Request, Work, flatten, make_turn, pack
+from rollout import Rollout, Limits, Request, Work, flatten, make_turn, pack
 from sampling import TASKS, TRAINED, policy, same, sample, target_logprobs
 from summarize import Compaction
 from synth_tasks import make_task
@@ -33,7 +35,7 @@ def test_the_plain_sampler_and_the_fast_one_yield_the_same_rollouts(answers, tru
     found = [
         sample(sampler, tasks, seeds, compact, limits)
         for sampler in (
-            rollout.Sampler(policy(), TRAINED, **options),
+            PlainSampler(policy(), TRAINED, **options),
             Sampler(policy(), TRAINED, rows=5, **options),
         )
     ]
@@ -44,37 +46,37 @@ def test_the_plain_sampler_and_the_fast_one_yield_the_same_rollouts(answers, tru
         for turn, twin in zip(plain.turns, fast.turns):
             assert (turn.text, turn.calls, turn.head) == (twin.text, twin.calls, twin.head)
             assert np.array_equal(turn.versions, twin.versions)
-        for episode, twin in zip(plain.episodes, fast.episodes):
-            assert np.array_equal(episode.experts, twin.experts)
+        for segment, twin in zip(plain.segments, fast.segments):
+            assert np.array_equal(segment.routes, twin.routes)
         # Drafts save steps; without them a step is a token.
         assert (
             fast.steps
             <= plain.steps
             == sum(len(turn.logprobs) for turn in plain.turns if turn.role == "assistant")
         )
-    turns = [turn for chain in found[0] for turn in chain.turns]
+    turns = [turn for rollout in found[0] for turn in rollout.turns]
     outputs = [call.output for turn in turns for call in turn.calls]
     roles = Counter(turn.role for turn in turns)
     assert roles["tool"] > 5 and roles["recent" if truncate else "summary"] > 0
-    assert "No more commands." in outputs and any(chain.finished for chain in found[0])
-    assert not all(chain.finished for chain in found[0])
+    assert "No more commands." in outputs and any(rollout.finished for rollout in found[0])
+    assert not all(rollout.finished for rollout in found[0])
 
 
 def test_rollouts_of_real_tasks_are_the_same_from_either_sampler():
     """Real directories and hidden tests: also the same files, rewards and counts"""
     tasks, sandbox = [make_task(0, 1), make_task(1, 2)], Sandbox()
     found = [
-        rollout.rollouts(sampler, tasks, 2, 3, Limits(400, 3, 24), sandbox)
+        sample_groups(sampler, tasks, 2, 3, Limits(400, 3, 24), sandbox)
         for sampler in (
-            rollout.Sampler(policy(context=400), TRAINED, 400),
+            PlainSampler(policy(context=400), TRAINED, 400),
             Sampler(policy(context=400), TRAINED, 4, 400),
         )
     ]
     for plain_group, fast_group in zip(*found):
         for plain, fast in zip(plain_group, fast_group):
             same(plain, fast)
-            rollout.grade(plain)
-            rollout.grade(fast)
+            grade(plain)
+            grade(fast)
             assert plain.files == fast.files and plain.stats == fast.stats
             assert plain.reward == fast.reward and plain.findings == fast.findings
 
@@ -84,40 +86,40 @@ def test_rollouts_of_real_tasks_are_the_same_from_either_sampler():
 def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
     answers, kind, truncate, temperature
 ):
-    """The oracle is one forward over each whole episode, after tool outputs, summaries and
+    """The oracle is one forward over each whole segment, after tool outputs, summaries and
     truncation too. The recorded experts are the trainer's own choice in fp32."""
     model = policy(seed=1, attention=kind)
-    chains = sample(
+    rollouts = sample(
         Sampler(model, TRAINED, 5, 160, temperature),
         [TASKS[i % 4] for i in range(24)],
         list(range(24)),
         (OldestTruncated if truncate else Compaction)(160, 50),
     )
-    episodes = [e for c in chains for e in c.episodes]
-    roles = Counter(t.role for c in chains for t in c.turns)
-    assert roles["tool"] > 20 and len(episodes) > len(chains)
+    segments = [e for c in rollouts for e in c.segments]
+    roles = Counter(t.role for c in rollouts for t in c.turns)
+    assert roles["tool"] > 20 and len(segments) > len(rollouts)
     assert (
         roles["recent"] >= 3 > roles["query"]
         if truncate
         else roles["summary"] >= 3 <= roles["query"]
     )
     scored = 0
-    for episode in (e for e in episodes if flatten(e)[1].any()):
-        batch, record = pack([episode], [1.0], multiple=8), []
+    for segment in (e for e in segments if flatten(e)[1].any()):
+        batch, record = pack([segment], [1.0], multiple=8), []
         free = model(batch["tokens"], record=record)
-        n = len(episode)
+        n = len(segment)
         logp = target_logprobs(model.logits(free), batch["targets"], temperature)
         where = batch["mask"].bool()
         torch.testing.assert_close(logp[where], batch["logprobs"][where], atol=1e-4, rtol=0)
         scored += int(where.sum())
-        recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
+        recorded, own = batch["routes"][0], torch.stack(record, 2)[0]
         fed = recorded[:, 0, 0] >= 0
-        # The last token of a turn that ends an episode was never fed: nothing follows it.
-        last = episode.turns[-1].role == "assistant"
+        # The last token of a turn that ends a segment was never fed: nothing follows it.
+        last = segment.turns[-1].role == "assistant"
         assert fed[: n - 1].all() or not last
         assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
         replayed = target_logprobs(
-            model.logits(model(batch["tokens"], replay=batch["experts"])),
+            model.logits(model(batch["tokens"], replay=batch["routes"])),
             batch["targets"],
             temperature,
         )
@@ -148,24 +150,25 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(answers):
         found.append((sample(sampler, tasks, seeds), sampler.steps))
     (plain, steps), *drafted = found
     assert all(
-        chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None)
-        for chain in plain
+        rollout.steps
+        == sum(len(turn.logprobs) for turn in rollout.turns if turn.logprobs is not None)
+        for rollout in plain
     )
-    for chains, fewer in drafted:
+    for rollouts, fewer in drafted:
         assert fewer < 0.9 * steps
-        for a, b in zip(plain, chains):
+        for a, b in zip(plain, rollouts):
             same(a, b)
             assert b.steps <= a.steps and [
                 turn.versions.tolist() for turn in a.turns if turn.versions is not None
             ] == [turn.versions.tolist() for turn in b.turns if turn.versions is not None]
-            for e, f in zip(a.episodes, b.episodes):
-                assert np.array_equal(e.experts, f.experts)
+            for e, f in zip(a.segments, b.segments):
+                assert np.array_equal(e.routes, f.routes)
 
 
 def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
     def play():
         yield Request([1, 2], True, 40)
-        return Chain(None, [])
+        return Rollout(None, [])
 
     model = policy()
     model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
@@ -185,13 +188,13 @@ def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repe
         yield Request([1, 2], True, 3)
         yield Work([], lambda: seen.append(ended.wait(0.2 if patient else 60)), True)
         yield Request([3], False, 3)
-        return Chain(None, [])
+        return Rollout(None, [])
 
     def quick():
         for turn in range(9):
             yield Request([1, 2, 4], not turn, 9)
         ended.set()
-        return Chain(None, [])
+        return Rollout(None, [])
 
     sampler = Sampler(policy(), TRAINED, 8, 160)
     assert len(sampler.run([slow(), quick(), slow()], [0, 1, 2], patient=patient)) == 3
@@ -205,12 +208,12 @@ def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
         alone += sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]], [seed])
     for a, b in zip(group, alone):
         same(a, b)
-        for e, f in zip(a.episodes, b.episodes):
-            assert np.array_equal(e.experts, f.experts)
+        for e, f in zip(a.segments, b.segments):
+            assert np.array_equal(e.routes, f.routes)
     assert all(
-        (e.experts[: len(c.episodes[0].turns[0].tokens)] >= 0).all()
+        (e.routes[: len(c.segments[0].turns[0].tokens)] >= 0).all()
         for c in group
-        for e in c.episodes
+        for e in c.segments
     )
 
 
@@ -220,14 +223,14 @@ def test_a_shared_prompt_is_fed_once_per_group(answers):
     model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
     short = Limits(160, 1, 2)
     sampler = Sampler(model, TRAINED, 8, 160)
-    chains = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
-    assert sampler.fed == prompt + sum(chain.steps for chain in chains)
+    rollouts = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
+    assert sampler.fed == prompt + sum(rollout.steps for rollout in rollouts)
     sampler = Sampler(model, TRAINED, 8, 160)
-    chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
+    rollouts = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
     prompts = sum(
         len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1])
     )
-    assert sampler.fed == prompts + sum(chain.steps for chain in chains)
+    assert sampler.fed == prompts + sum(rollout.steps for rollout in rollouts)
 
 
 def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
@@ -242,7 +245,7 @@ def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(a
 def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkeypatch):
     folders, most, step = [], 0, Sampler.step
 
-    class Counted(rollout.Workspace):
+    class Counted(rollout_module.Workspace):
         def __init__(self, *given):
             super().__init__(*given)
             folders.append(self.root)
@@ -254,7 +257,7 @@ def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkey
         if len(folders) >= breaks_at:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(rollout, "Workspace", Counted)
+    monkeypatch.setattr("rollout.Workspace", Counted)
     monkeypatch.setattr(Sampler, "step", watched)
     for breaks_at in (99, 4):
         folders.clear()
@@ -264,7 +267,7 @@ def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkey
             if breaks_at == 4
             else contextlib.nullcontext()
         ):
-            rollout.rollouts(
+            sample_groups(
                 sampler,
                 [make_task(0, seed) for seed in range(3)],
                 3,

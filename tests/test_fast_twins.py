@@ -14,10 +14,9 @@ import torch
 import fast
 import moe
 import muon
-import rollout
 from fast import twins
 from fast.sampler import make_sampler
-from rollout import Chain, Request
+from rollout import Request, Rollout, Sampler
 from sampling import TRAINED
 from small import SIZES
 
@@ -37,9 +36,9 @@ def draw_weights():
 def one_turn(prompt):
     """An agent that asks for one turn of 12 tokens behind a prompt"""
     answer = yield Request(prompt, True, 12)
-    chain = Chain(None, [])
-    chain.answer = prompt, answer
-    return chain
+    rollout = Rollout(None, [])
+    rollout.answer = prompt, answer
+    return rollout
 
 
 def sample_and_learn(dtype=torch.float32):
@@ -52,10 +51,10 @@ def sample_and_learn(dtype=torch.float32):
     model = fast.accelerate(moe.Model(CONFIG)).compute_in(dtype).train()
     model.load_state_dict(weights)
 
-    chains = sampler.run([one_turn([5, 9, 70, 3]), one_turn([8, 2])], [0, 1])
+    rollouts = sampler.run([one_turn([5, 9, 70, 3]), one_turn([8, 2])], [0, 1])
     loss, mismatch = 0, 0
-    for chain in chains:
-        prompt, (body, logprobs, _) = chain.answer
+    for rollout in rollouts:
+        prompt, (body, logprobs, _) = rollout.answer
         tokens, logprobs = torch.tensor([prompt + body]), torch.from_numpy(logprobs)
         logp = model.logprobs(model(tokens[:, :-1]), tokens[:, 1:])[0, len(prompt) - 1 :]
         mismatch = max(mismatch, float((logp - logprobs).abs().max()))
@@ -165,7 +164,7 @@ def test_each_twin_can_be_taken_out_and_the_results_are_equal(out, unedited, mon
 def test_layout_comments_and_docstrings_do_not_count_and_one_line_tells_what_was_changed(
     monkeypatch,
 ):
-    assert fast.describe_edits() == [] and fast.choose(rollout.Sampler) is not rollout.Sampler
+    assert fast.describe_edits() == [] and fast.choose(Sampler) is not Sampler
     monkeypatch.setattr(muon, "COEFFICIENTS", (3.0, -4.0, 2.0))
     assert fast.choose(muon.newton_schulz) is muon.newton_schulz
     assert fast.describe_edits() == [
@@ -177,7 +176,12 @@ def test_layout_comments_and_docstrings_do_not_count_and_one_line_tells_what_was
 @pytest.mark.parametrize(
     "file, old, new, told",
     [
-        ("moe.py", "    return linear(F.silu(", "    return linear(F.gelu(", ["moe.Experts.forward"]),
+        (
+            "moe.py",
+            "    return linear(F.silu(",
+            "    return linear(F.gelu(",
+            ["moe.Experts.forward"],
+        ),
         ("moe.py", '    """A stack of E feed', '    # told\n    """A stack of E feed', []),
         ("moe.py", "        outputs = []\n", "        # told\n        outputs = list( )\n", None),
         ("muon.py", "B @ X  #", "B @ X - 0 * X  #", ["muon.newton_schulz"]),

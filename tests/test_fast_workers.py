@@ -15,8 +15,7 @@ import moe
 from fast import workers as fast_workers
 from fast.sampler import make_sampler
 from moe import Model, ModelConfig
-import rollout
-from rollout import Limits
+from rollout import Limits, sample_groups
 from sampling import TRAINED, same
 from summarize import Compaction
 from synth_tasks import make_task
@@ -209,7 +208,7 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
 
     generator.sampler.step = counted
     (group,) = generator(REAL[:1], [0], 5)
-    for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
+    for turn in (t for rollout in group for t in rollout.turns if t.role == "assistant"):
         assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [
             t - 65 for t in turn.tokens[1:]
         ]
@@ -265,7 +264,9 @@ def test_the_plain_form_of_generation_yields_the_same_groups():
         make_sampler(CONFIG, torch.float32, "cpu", TRAINED, 400, 0.9, plain=plain)
         for plain in (True, False)
     ]
-    plain, fast = (in_turn.InTurn(rollout.rollouts, sampler, 2, Limits(400, 3, 24)) for sampler in samplers)
+    plain, fast = (
+        in_turn.InTurn(sample_groups, sampler, 2, Limits(400, 3, 24)) for sampler in samplers
+    )
     for version in (0, 1):
         for source in (plain, fast):
             assert source.publish(version, weights(version)) == {}  # nothing is sent
@@ -274,9 +275,9 @@ def test_the_plain_form_of_generation_yields_the_same_groups():
         )
         for group, twin_group in zip(found, twins):
             assert len(group) == 2
-            for chain, twin in zip(group, twin_group):
-                same(chain, twin)
-                assert (chain.passed, chain.files) == (twin.passed, twin.files)
+            for rollout, twin in zip(group, twin_group):
+                same(rollout, twin)
+                assert (rollout.passed, rollout.files) == (twin.passed, twin.files)
         for groups in (found, twins):
             assert not fast_workers.staleness(groups, version).any()
 

@@ -28,6 +28,7 @@ class Call:
     args: list
     output: str = "ok"
     error: str = ""
+    cut: bool = False
 
 
 @dataclass
@@ -53,7 +54,7 @@ def do(*calls, text=""):
     return [say("assistant", text, *calls), *(say("tool", call.output) for call in calls)]
 
 
-def chain(*episodes, style=None, finished=True, **task):
+def rollout(*segments, style=None, finished=True, **task):
     task = SimpleNamespace(
         tools=("read_file", "edit_file", "run_command"),
         test_command="python tests.py",
@@ -63,12 +64,12 @@ def chain(*episodes, style=None, finished=True, **task):
     return SimpleNamespace(
         task=task,
         finished=finished,
-        episodes=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in episodes],
+        segments=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in segments],
     )
 
 
 def fired(c, rule):
-    return [(h.episode, h.turn) for h in fd.detect(c, [rule])]
+    return [(h.segment, h.turn) for h in fd.detect(c, [rule])]
 
 
 READ, DOCS = Call("read_file", ["a.py"], "def f(xs):\n"), Call(
@@ -84,30 +85,32 @@ CLEAN = [*do(READ, DOCS, text="Look."), *do(EDIT), *do(GREEN), BYE]
 # ---------------------------------------------------------------- rules
 
 
-def test_every_rule_is_silent_on_a_clean_chain():
+def test_every_rule_is_silent_on_a_clean_rollout():
     assert len(fd.RULES) >= 6
-    assert fd.detect(chain(CLEAN)) == []
+    assert fd.detect(rollout(CLEAN)) == []
     assert (
-        fd.detect(chain([*do(READ), say("query"), say("assistant", "So far: " + "f " * 40)], CLEAN))
+        fd.detect(
+            rollout([*do(READ), say("query"), say("assistant", "So far: " + "f " * 40)], CLEAN)
+        )
         == []
     )
 
 
 def test_unavailable_tool_lists_what_the_task_offers():
-    c = chain([*do(READ), *do(Call("grep", ["f"], "Tool not found: grep", "unknown_tool")), BYE])
+    c = rollout([*do(READ), *do(Call("grep", ["f"], "Tool not found: grep", "unknown_tool")), BYE])
     (hint,) = fd.detect(c)
-    assert (hint.episode, hint.turn, hint.kind) == (0, 3, "unavailable_tool")
+    assert (hint.segment, hint.turn, hint.kind) == (0, 3, "unavailable_tool")
     assert hint.text == "Reminder: Available tools: read_file, edit_file, run_command."
 
 
 def test_a_wrong_tool_among_parallel_calls_is_found():
     assert fired(
-        chain([*do(READ, Call("grep", [], "", "unknown_tool")), BYE]), "unavailable_tool"
+        rollout([*do(READ, Call("grep", [], "", "unknown_tool")), BYE]), "unavailable_tool"
     ) == [(0, 1)]
 
 
 def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format_error():
-    c = chain(
+    c = rollout(
         [
             *do(Call("edit_file", ["a.py"], "", "bad_arguments")),
             *do(Call("read_file", ["no.py"], "", "failed")),
@@ -140,7 +143,7 @@ def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format
     ],
 )
 def test_code_style_finds_each_broken_rule_and_nothing_else(new, broken):
-    hints = fd.detect(chain([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
+    hints = fd.detect(rollout([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
     assert [h.text for h in hints] == (
         [f"Reminder: code style: {fd.STYLE[broken][0]}"] if broken else []
     )
@@ -148,7 +151,7 @@ def test_code_style_finds_each_broken_rule_and_nothing_else(new, broken):
 
 def test_a_call_that_cannot_be_read_gets_a_hint_of_its_own():
     (hint,) = fd.detect(
-        chain([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE])
+        rollout([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE])
     )
     assert (hint.kind, hint.text) == ("malformed_arguments", fd.UNREADABLE)
 
@@ -156,29 +159,29 @@ def test_a_call_that_cannot_be_read_gets_a_hint_of_its_own():
 def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_repository():
     old = "    x = 1  # was here\n"
     assert not fired(
-        chain([*do(Call("edit_file", ["a.py", old, old + "    y = 2\n"])), BYE]), "code_style"
+        rollout([*do(Call("edit_file", ["a.py", old, old + "    y = 2\n"])), BYE]), "code_style"
     )
     assert not fired(
-        chain([*do(Call("edit_file", ["docs.md", "", "# Title\n"])), BYE]), "code_style"
+        rollout([*do(Call("edit_file", ["docs.md", "", "# Title\n"])), BYE]), "code_style"
     )
     commented = [*do(Call("edit_file", ["a.py", "", "x = 1  # one\n"])), BYE]
-    assert not fired(chain(commented, style=("indent",)), "code_style")
-    assert fired(chain(commented, style=("indent", "comments")), "code_style") == [(0, 1)]
+    assert not fired(rollout(commented, style=("indent",)), "code_style")
+    assert fired(rollout(commented, style=("indent", "comments")), "code_style") == [(0, 1)]
 
 
 def test_communication_wants_a_short_final_message():
-    assert fired(chain([*do(GREEN), say("assistant", " ")]), "communication") == [(0, 3)]
+    assert fired(rollout([*do(GREEN), say("assistant", " ")]), "communication") == [(0, 3)]
     assert fired(
-        chain([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication"
+        rollout([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication"
     ) == [(0, 3)]
     assert (
-        fired(chain([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication")
+        fired(rollout([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication")
         == []
     )
     # a limit cut it off
-    assert fired(chain([*do(EDIT), *do(GREEN)], finished=False), "communication") == []
+    assert fired(rollout([*do(EDIT), *do(GREEN)], finished=False), "communication") == []
     assert (
-        fired(chain([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication")
+        fired(rollout([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication")
         == []
     )
 
@@ -209,7 +212,7 @@ def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
 
 
 def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
-    e, kinds = episode(1, 2), ("communication", "unavailable_tool", "code_style")
+    e, kinds = segment(1, 2), ("communication", "unavailable_tool", "code_style")
     cuts = [fd.splice(BYTES, e, fd.Hint("Stop.", turn=1, kind=kind)) for kind in kinds]
     assert [cut.muted for cut in cuts] == [BYTES.id["<|call|>"], -1, -1]
     taught = packed((0, by_hand(e, 1, [7], muted=9)), (0, by_hand(e, 1, [7, 8], (2, 3))))
@@ -218,55 +221,57 @@ def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
 
 def test_a_summary_is_not_a_final_message():
     long = say("assistant", "word " * 100)
-    assert fired(chain([*do(READ), say("query"), long], [*do(EDIT), BYE]), "communication") == []
+    assert fired(rollout([*do(READ), say("query"), long], [*do(EDIT), BYE]), "communication") == []
     # cut off while summarizing
-    assert fired(chain([*do(READ), say("query"), long], finished=False), "communication") == []
+    assert fired(rollout([*do(READ), say("query"), long], finished=False), "communication") == []
 
 
-def test_effort_finds_rereading_and_retesting_but_not_after_a_change():
-    assert fired(chain([*do(READ), *do(READ), BYE]), "effort") == [(0, 3)]
-    assert fired(chain([*do(READ, READ), BYE]), "effort") == [(0, 1)]
-    assert fired(chain([*do(READ), *do(EDIT), *do(READ), BYE]), "effort") == []
+def test_repetition_finds_rereading_and_retesting_but_not_after_a_change():
+    assert fired(rollout([*do(READ), *do(READ), BYE]), "repetition") == [(0, 3)]
+    assert fired(rollout([*do(READ, READ), BYE]), "repetition") == [(0, 1)]
+    assert fired(rollout([*do(READ), *do(EDIT), *do(READ), BYE]), "repetition") == []
     # another file was edited
-    assert fired(chain([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "effort") == [(0, 5)]
-    assert fired(chain([*do(GREEN), *do(GREEN), BYE]), "effort") == [(0, 3)]
-    assert fired(chain([*do(RED), *do(EDIT), *do(GREEN), BYE]), "effort") == []
+    assert fired(rollout([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "repetition") == [(0, 5)]
+    assert fired(rollout([*do(GREEN), *do(GREEN), BYE]), "repetition") == [(0, 3)]
+    assert fired(rollout([*do(RED), *do(EDIT), *do(GREEN), BYE]), "repetition") == []
     failed = Call("edit_file", ["a.py", "x", "y"], "old text not found", "failed")
     # a failed edit changes nothing
-    assert fired(chain([*do(RED), *do(failed), *do(RED), BYE]), "effort") == [(0, 5)]
+    assert fired(rollout([*do(RED), *do(failed), *do(RED), BYE]), "repetition") == [(0, 5)]
     shell = Call("run_command", ["sed -i s/1/2/ a.py"])
-    assert fired(chain([*do(READ, GREEN), *do(shell), *do(READ, GREEN), BYE]), "effort") == []
+    assert fired(rollout([*do(READ, GREEN), *do(shell), *do(READ, GREEN), BYE]), "repetition") == []
 
 
-def test_effort_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
-    assert fired(chain([*do(READ), say("query"), BYE], [*do(READ), BYE]), "effort") == []
+def test_repetition_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
+    assert fired(rollout([*do(READ), say("query"), BYE], [*do(READ), BYE]), "repetition") == []
     lost = Call("read_file", ["b.py"], "no such file", "failed")
-    assert fired(chain([*do(lost), *do(lost), BYE]), "effort") == []
+    assert fired(rollout([*do(lost), *do(lost), BYE]), "repetition") == []
+    long = Call("read_file", ["b.py"], "x = 1\n" * 999, cut=True)
+    assert fired(rollout([*do(long), *do(long), BYE]), "repetition") == []
 
 
 def test_unfinished_names_the_functions_still_missing_and_open_items():
-    (hint,) = fd.detect(chain([*do(RED), *do(EDIT), BYE]), ["unfinished"])
+    (hint,) = fd.detect(rollout([*do(RED), *do(EDIT), BYE]), ["unfinished"])
     # f has been written since the tests ran, so only g is missing.
     assert (hint.turn, hint.text) == (5, "Reminder: still to do: a.g.")
-    assert fired(chain([*do(RED), *do(EDIT), *do(GREEN), BYE]), "unfinished") == []
+    assert fired(rollout([*do(RED), *do(EDIT), *do(GREEN), BYE]), "unfinished") == []
     plan = "Plan:\n- [x] read\n- [ ] write f\n"
-    (hint,) = fd.detect(chain([*do(READ, text=plan), BYE]), ["unfinished"])
+    (hint,) = fd.detect(rollout([*do(READ, text=plan), BYE]), ["unfinished"])
     assert hint.text == "Reminder: still to do: write f."
     assert (
         fired(
-            chain([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]),
+            rollout([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]),
             "unfinished",
         )
         == []
     )
-    assert fired(chain([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
+    assert fired(rollout([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
     # a limit cut it off
-    assert fired(chain([*do(RED), BYE], finished=False), "unfinished") == []
+    assert fired(rollout([*do(RED), BYE], finished=False), "unfinished") == []
 
 
 def test_one_hint_per_turn_and_no_unknown_rule():
     bad = Call("grep", [], "", "unknown_tool")
-    c = chain([*do(bad, READ, READ), *do(bad), *do(bad), BYE])
+    c = rollout([*do(bad, READ, READ), *do(bad), *do(bad), BYE])
     assert [(h.turn, h.kind) for h in fd.detect(c)] == [
         (1, "unavailable_tool"),
         (5, "unavailable_tool"),
@@ -280,14 +285,14 @@ def test_a_new_rule_is_one_function_with_its_docstring_and_is_asked_about_the_po
     asked = []
 
     @fd.rule
-    def shouting(chain, e, i):
+    def shouting(rollout, e, i):
         """A turn is written in capitals."""
         asked.append(i)
-        if chain.episodes[e].turns[i].text.isupper():
+        if rollout.segments[e].turns[i].text.isupper():
             return "Reminder: do not shout."
 
     try:
-        (hint,) = fd.detect(chain([*do(READ, text="LOOK."), *do(EDIT), BYE]))
+        (hint,) = fd.detect(rollout([*do(READ, text="LOOK."), *do(EDIT), BYE]))
     finally:
         del fd.RULES["shouting"]
     assert (hint.turn, hint.kind, hint.text) == (1, "shouting", "Reminder: do not shout.")
@@ -298,7 +303,7 @@ def test_a_new_rule_is_one_function_with_its_docstring_and_is_asked_about_the_po
 # ---------------------------------------------------------------- splicing and packing
 
 
-def episode(*lengths):
+def segment(*lengths):
     """user, assistant, tool, assistant, ... turns with all-different ids"""
     ids, turns = iter(range(10, 1000)), []
     for i, n in enumerate(lengths):
@@ -311,7 +316,7 @@ BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 
 
 def by_hand(e, i, hint_ids, span=None, muted=-1):
-    """A Splice whose hint has these ids, on turn i of an episode. span: of the turn's tokens, all
+    """A Splice whose hint has these ids, on turn i of a segment. span: of the turn's tokens, all
     but the role's if none is given"""
     above = [token for turn in e.turns[:i] for token in turn.tokens]
     return fd.Splice(
@@ -320,7 +325,7 @@ def by_hand(e, i, hint_ids, span=None, muted=-1):
 
 
 def packed(*pairs):
-    """pack_hinted of a batch of 4 rows. pairs: (row, Splice of a hint on its episode)"""
+    """pack_hinted of a batch of 4 rows. pairs: (row, Splice of a hint on its segment)"""
     rows = [SimpleNamespace(hints=[]) for _ in range(4)]
     for row, cut in pairs:
         rows[row].hints.append(cut)
@@ -329,7 +334,7 @@ def packed(*pairs):
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 40])
 def test_a_hint_stands_right_above_its_turn_and_speaks_about_what_was_sampled(n):
-    e = episode(3, 4, 2, 5)
+    e = segment(3, 4, 2, 5)
     cut = fd.splice(BYTES, e, fd.Hint("x" * n, turn=3))
     hint_ids = [BYTES.id["<|hint|>"], *[ord("x")] * n, BYTES.id["<|end|>"]] if n else []
     assert cut == by_hand(e, 3, hint_ids)
@@ -338,13 +343,13 @@ def test_a_hint_stands_right_above_its_turn_and_speaks_about_what_was_sampled(n)
         fd.splice(BYTES, e, fd.Hint("x", turn=2))
 
 
-def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes():
-    episodes = [episode(3, 4, 2, 5, 1, 2), episode(1, 1), episode(6, 2, 9, 3)]
+def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_segments():
+    segments = [segment(3, 4, 2, 5, 1, 2), segment(1, 1), segment(6, 2, 9, 3)]
     hinted = [(0, 3, [7] * 5), (0, 1, [9]), (0, 5, [5] * 3), (2, 1, [8] * 2), (2, 3, [6] * 11)]
-    t = packed(*((e, by_hand(episodes[e], i, ids)) for e, i, ids in hinted))
-    flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
+    t = packed(*((e, by_hand(segments[e], i, ids)) for e, i, ids in hinted))
+    flat = [[token for turn in e.turns for token in turn.tokens] for e in segments]
     assert len(t) == sum(
-        len(episodes[e].turns[i].tokens) - 1 for e, i, _ in hinted
+        len(segments[e].turns[i].tokens) - 1 for e, i, _ in hinted
     ) and t.tokens.shape[0] == len(hinted)
     for n in range(len(t)):
         assert (
@@ -357,9 +362,9 @@ def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes()
     # between the turns above and the turn
     lengths = 0
     for k, (e, i, ids) in enumerate(hinted):
-        turn = episodes[e].turns[i].tokens
+        turn = segments[e].turns[i].tokens
         assert t.token[t.row == k].tolist() == turn[1:]
-        above = [token for earlier in episodes[e].turns[:i] for token in earlier.tokens]
+        above = [token for earlier in segments[e].turns[:i] for token in earlier.tokens]
         row = above + ids + turn
         assert t.tokens[k].tolist() == row + [0] * (t.tokens.shape[1] - len(row))
         lengths += len(row)
@@ -392,8 +397,8 @@ def small(seed=0, vocab=64):
     return model
 
 
-def batch_of(episodes):
-    flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
+def batch_of(segments):
+    flat = [[token for turn in e.turns for token in turn.tokens] for e in segments]
     T = max(map(len, flat))
     return torch.tensor([row + [0] * (T - len(row)) for row in flat])
 
@@ -414,10 +419,10 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
         ],
     )
     turn.role = "assistant"
-    (hint,) = fd.detect(chain([turn]), ["unavailable_tool"])
+    (hint,) = fd.detect(rollout([turn]), ["unavailable_tool"])
     first, end = fd.find_hinted_tokens(tokenizer, turn, hint)
     assert body[first:end] == [90, 40, 41]
-    e = episode(3, 12)
+    e = segment(3, 12)
     whole, part = (
         packed((0, by_hand(e, 1, [7, 7], span))) for span in (None, (first + 1, end + 1))
     )
@@ -453,21 +458,21 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
         calls=calls,
         head=1,
     )
-    (hint,) = fd.detect(chain([turn]), ["code_style"])
+    (hint,) = fd.detect(rollout([turn]), ["code_style"])
     first, end = fd.find_hinted_tokens(tokenizer, turn, hint)
     body = turn.tokens[1:]
     assert end == first + 1 and tokenizer.decode(body[first:end]) == broken
     # The text before that token breaks no rule, and with the token it does.
     calls[2].args[2] = new = tokenizer.decode(body[:first]).rsplit("<|arg|>", 1)[-1]
-    assert not fired(chain([turn]), "code_style"), new
+    assert not fired(rollout([turn]), "code_style"), new
     calls[2].args[2] += broken + "x"
-    assert fired(chain([turn]), "code_style")
+    assert fired(rollout([turn]), "code_style")
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_an_empty_hint_is_exactly_zero(kind, monkeypatch):
     monkeypatch.setattr(fd, "DIVERGENCE", kind)
-    e, model = episode(3, 4, 2, 5), small()
+    e, model = segment(3, 4, 2, 5), small()
     # Student and teacher read the same context in the same shape, so their bits are equal.
     t = packed((0, fd.splice(BYTES, e, fd.Hint("", turn=3))))
     student = fd.student_logits(model, model(batch_of([e])), t)
@@ -482,7 +487,7 @@ def test_no_hint_at_all_gives_zero_that_runs_backward():
     t = fd.pack_hinted([])
     teacher = fd.Teacher(model, "ema")(t)
     assert teacher.shape == (0, 64) and t.tokens.shape == (1, 1)
-    student = fd.student_logits(model, model(batch_of([episode(3, 4)])), t)
+    student = fd.student_logits(model, model(batch_of([segment(3, 4)])), t)
     loss = fd.feedback_loss(student, teacher, 0)
     assert loss.item() == 0 and fd.logprob_gap(student, teacher, t.token).item() == 0
     loss.backward()
@@ -496,12 +501,12 @@ def test_no_hint_at_all_gives_zero_that_runs_backward():
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_the_gradient_is_exactly_zero_outside_what_the_hint_speaks_about(kind, monkeypatch):
     monkeypatch.setattr(fd, "DIVERGENCE", kind)
-    episodes, model = [episode(3, 4, 2, 5), episode(4, 3)], small()
+    segments, model = [segment(3, 4, 2, 5), segment(4, 3)], small()
     hint_ids = [HINT, 30, 31, END]
     # user turn: 5 tokens; the role token at 5 predicts the first of 5 targets
     for span, predicting in (((1, 6), slice(5, 10)), ((2, 4), slice(6, 8))):
-        t = packed((0, by_hand(episodes[0], 1, hint_ids, span)))
-        logits = model.logits(model(batch_of(episodes))).detach().requires_grad_()
+        t = packed((0, by_hand(segments[0], 1, hint_ids, span)))
+        logits = model.logits(model(batch_of(segments))).detach().requires_grad_()
         student = logits[t.student_row, t.student_position]
         fd.feedback_loss(student, fd.Teacher(model, "ema")(t), len(t)).backward()
         inside = torch.zeros(logits.shape[:2], dtype=torch.bool)
@@ -510,10 +515,10 @@ def test_the_gradient_is_exactly_zero_outside_what_the_hint_speaks_about(kind, m
 
 
 def test_the_teachers_distribution_is_that_of_a_forward_over_the_spliced_row_alone():
-    episodes, model = [episode(3, 4, 2, 5), episode(6, 2)], small()
+    segments, model = [segment(3, 4, 2, 5), segment(6, 2)], small()
     cuts = [
-        by_hand(episodes[0], 3, [HINT, 30, 31, 32, END]),
-        by_hand(episodes[1], 1, [HINT, 40, END]),
+        by_hand(segments[0], 3, [HINT, 30, 31, 32, END]),
+        by_hand(segments[1], 1, [HINT, 40, END]),
     ]
     t = packed((0, cuts[0]), (1, cuts[1]))
     got = fd.Teacher(model, "ema")(t)
@@ -645,7 +650,7 @@ def test_one_ema_update_is_90_old_and_10_new():
 
 
 def test_current_is_the_student_frozen_never_moves_and_ema_lies_between():
-    t = packed((0, by_hand(episode(3, 4), 1, [HINT, 30, END])))
+    t = packed((0, by_hand(segment(3, 4), 1, [HINT, 30, END])))
     model = small()
     first = fd.Teacher(model, "current")(t)
     teachers = {kind: fd.Teacher(model, kind) for kind in ("current", "frozen", "ema")}
@@ -661,11 +666,11 @@ def test_current_is_the_student_frozen_never_moves_and_ema_lies_between():
 
 
 def test_the_teacher_gets_no_gradient_and_leaves_student_graph_mode_and_counters_untouched():
-    episodes, model = [episode(3, 4, 2, 5)], small().train()
+    segments, model = [segment(3, 4, 2, 5)], small().train()
     teacher = fd.Teacher(model, "ema")
     moved(model)
-    t = packed((0, by_hand(episodes[0], 3, [HINT, 30, END])))
-    tokens = batch_of(episodes)
+    t = packed((0, by_hand(segments[0], 3, [HINT, 30, END])))
+    tokens = batch_of(segments)
     weights = copy.deepcopy(model.state_dict())
 
     def gradient(first):
@@ -744,10 +749,10 @@ def test_a_bad_teacher_is_refused():
 def test_rollouts_own_dataclasses_are_read_the_same_way():
     rollout = pytest.importorskip("rollout")
     words = fd.WordTokenizer()
-    c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
-    tokens, mask, _, index = rollout.flatten(c.episodes[0])
+    c = fd.toy_rollout(words, fd.OFFERED[:2], "3", fd.PHANTOM)
+    tokens, mask, _, index = rollout.flatten(c.segments[0])
     (hint,) = fd.detect(c)
-    t = packed((0, fd.splice(words, c.episodes[0], hint)))
+    t = packed((0, fd.splice(words, c.segments[0], hint)))
     # The call and its name, and not the end of the turn.
     sampled = tokens[(index == hint.turn) & (mask == 1)].tolist()
     assert [words.names[i] for i in t.token] == ["<|call|>", fd.PHANTOM]

@@ -26,7 +26,7 @@ import fast
 import feedback_distill
 import hsdp
 import moe
-import rollout
+from rollout import Limits, Tokenizer, agent, demonstrate, grade
 import synth_tasks
 import train
 from fast import low_precision, sampler as fast_sampler
@@ -279,7 +279,7 @@ def make_run(stage, sources, **flags):
         train.FLAGS.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage
     )
     run = train.Run(config)
-    run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+    run.build(Tokenizer({bytes([b]): b for b in range(256)}))
     return run, run.make_optimizer(), train.STAGE[stage](run)
 
 
@@ -291,14 +291,14 @@ def losses_of(stage, run, source):
     groups = []
     for number in range(2):
         task = synth_tasks.make_task(0, number)
-        play = lambda seed: rollout.demonstrate(
+        play = lambda seed: demonstrate(
             task, run.tokenizer, random.Random(seed), train.agent_limits(run.config), sloppy=3.0
         )
         groups.append([play(seed) for seed in range(2)])
-        for chain, reward in zip(groups[-1], (0.0, 1.0)):
-            rollout.grade(chain)
-            chain.reward = reward
-    assert any(feedback_distill.detect(chain) for group in groups for chain in group)
+        for rollout, reward in zip(groups[-1], (0.0, 1.0)):
+            grade(rollout)
+            rollout.reward = reward
+    assert any(feedback_distill.detect(rollout) for group in groups for rollout in group)
     return source.group_losses(source.leave_out_failed(groups, {}), {})
 
 
@@ -332,11 +332,11 @@ def make_sampler(sources, rows, **options):
     model = fast_sampler.sampling_model(run.model.config, torch.bfloat16, CARD)
     sampler = fast_sampler.Sampler(model, run.tokenizer, rows=rows, window=1500, **options)
     tasks = [synth_tasks.make_task(0, number) for number in range(rows)]
-    limits = rollout.Limits(1500, 8)
-    agents = [rollout.agent(task, run.tokenizer, None, limits) for task in tasks]
+    limits = Limits(1500, 8)
+    agents = [agent(task, run.tokenizer, None, limits) for task in tasks]
     sampler.patient, sampler.cache = True, moe.Cache(model, rows, 1502)
     queue = [(i, (one, i)) for i, one in enumerate(agents)][::-1]
-    return sampler, sampler.handle_turns([], queue, {}, lambda chain: None)
+    return sampler, sampler.handle_turns([], queue, {}, lambda rollout: None)
 
 
 def count_sampling(monkeypatch, card, sources, rows, **options):

@@ -106,7 +106,7 @@ def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
             lp.Price(**bad)
 
 
-def test_truncated_and_over_long_episodes_pay_the_whole_budget():
+def test_truncated_and_over_long_segments_pay_the_whole_budget():
     price = lp.Price(0.15, budget=50)
     reward = price.shape_reward([1, 0, 1], [5, 5, 90], finished=[True, False, True])
     np.testing.assert_allclose(

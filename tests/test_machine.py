@@ -130,8 +130,8 @@ with Workspace(task, sandbox) as workspace:
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
 model = rollout.random_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
-(chain,), = rollout.rollouts(fast.sampler.Sampler(fast.accelerate(model), tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
-assert chain.files and not chain.failure
+(rollout,), = rollout.sample_groups(fast.sampler.Sampler(fast.accelerate(model), tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
+assert rollout.files and not rollout.failure
 with tempfile.TemporaryDirectory() as out:
     train.main(["--scale=tiny", "--stage=pretrain", "--steps=1", "--processes=1", "--vocab=300", "--dim=32", "--context=64",
                 "--batch_tokens=256", "--micro_tokens=256", f"--data={os.path.dirname(random.__file__)}/json", f"--out={out}"])
@@ -627,9 +627,9 @@ class Script:
         self.edits = edits
 
     def run(self, agents, seeds, on_end, patient=True):
-        import rollout
+        from rollout import Limits, Work, drop_failed, grade, sample_groups
 
-        chains = []
+        rollouts = []
         for play, seed in zip(agents, seeds):
             bodies = [
                 BYTES.write_action("", [("edit_file", self.edits)]),
@@ -638,16 +638,16 @@ class Script:
             try:
                 asked = next(play)
                 while True:
-                    if isinstance(asked, rollout.Work):
+                    if isinstance(asked, Work):
                         asked.run()
                         asked = play.send(None)
                     else:
                         body = bodies.pop(0)
                         asked = play.send((body, np.zeros(len(body), np.float32), 0))
             except StopIteration as end:
-                chains.append(end.value)
+                rollouts.append(end.value)
                 on_end(end.value)
-        return chains
+        return rollouts
 
 
 @pytest.mark.parametrize("where", ["judge", "Workspace", "run_tool"])
@@ -655,11 +655,12 @@ class Script:
 def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(
     where, times, quick, monkeypatch
 ):
-    import rollout
+    import rollout as rollout_module
+    from rollout import Limits, drop_failed, grade, sample_groups
 
     task, sandbox, left = make_task(1, 5), Sandbox(), [times]
     ((path, whole),) = task.solution.items()
-    real = getattr(rollout, where)
+    real = getattr(rollout_module, where)
 
     def fails(*words):
         left[0] -= 1
@@ -667,13 +668,11 @@ def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(
             raise MachineFailure("no room")
         return real(*words)
 
-    monkeypatch.setattr(rollout, where, fails)
-    (group,) = rollout.rollouts(
-        Script((path, "", whole)), [task], 2, 0, rollout.Limits(20_000), sandbox
-    )
-    for chain in group:
-        rollout.grade(chain)
-    kept, lost = rollout.drop_failed([group])
+    monkeypatch.setattr(rollout_module, where, fails)
+    (group,) = sample_groups(Script((path, "", whole)), [task], 2, 0, Limits(20_000), sandbox)
+    for rollout in group:
+        grade(rollout)
+    kept, lost = drop_failed([group])
     if times == 1:
         assert (
             [c.solved for c in group] == [True, True]
@@ -718,10 +717,10 @@ def rl_step(group, failed, out, monkeypatch):
     def collect(dealt):
         groups = real(dealt)
         for one in groups:
-            for j, chain in enumerate(one):
-                chain.finished, chain.passed = True, j == 0
+            for j, rollout in enumerate(one):
+                rollout.finished, rollout.passed = True, j == 0
                 lost = failed == "all" or one is groups[0] and j >= 4 - len(failed)
-                chain.failure = "no room is left" if lost else ""
+                rollout.failure = "no room is left" if lost else ""
         return groups if failed == "all" else [groups[0]]
 
     monkeypatch.setattr(source.workers, "collect", collect)

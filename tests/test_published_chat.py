@@ -13,7 +13,6 @@ import torch
 
 import fast
 import feedback_distill
-import rollout
 from eval import logprob_gaps
 from published.tokenizers import (
     QWEN2_SPLIT,
@@ -22,9 +21,23 @@ from published.tokenizers import (
     read_tokenizer,
     write_tokenizer,
 )
-from rollout import Limits, agent, demonstrate, flatten
+from rollout import (
+    CONTROLS,
+    Limits,
+    Request,
+    Rollout,
+    Tokenizer,
+    Work,
+    agent,
+    demonstrate,
+    flatten,
+    pack,
+    random_model,
+    sample_groups,
+)
 from summarize import Compaction
 from synth_tasks import example_texts, make_task
+from world.sandbox import Sandbox
 from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
@@ -37,7 +50,7 @@ RANKS = train_bpe(
         *example_texts(60, 0),
         '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
     ],
-    600 - len(rollout.CONTROLS),
+    600 - len(CONTROLS),
     QWEN2_SPLIT,
 )
 NAMES = {
@@ -88,7 +101,7 @@ def published(family):
 
 
 def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
-    """Scripted bodies through the agent -> chain, and what the policy saw before each of its
+    """Scripted bodies through the agent -> rollout, and what the policy saw before each of its
     turns"""
     play, contexts, context, bodies = (
         agent(task, tokenizer, InMemoryWorkspace(task), limits, compact),
@@ -99,7 +112,7 @@ def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
     asked = next(play)
     while True:
         try:
-            if isinstance(asked, rollout.Work):
+            if isinstance(asked, Work):
                 asked.run()
                 asked = play.send(None)
                 continue
@@ -146,11 +159,11 @@ EXPECTED = {
 def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
     ours = published(family)
     bodies = [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])]
-    chain, contexts = played(ours, bodies)
+    rollout, contexts = played(ours, bodies)
     said, (tokens, mask, _, _) = ours.decode(
-        t for turn in chain.turns for t in turn.tokens
-    ), flatten(chain.episodes[0])
-    assert said.endswith(EXPECTED[family]) and chain.finished
+        t for turn in rollout.turns for t in turn.tokens
+    ), flatten(rollout.segments[0])
+    assert said.endswith(EXPECTED[family]) and rollout.finished
     tools = [
         json.loads(line)["function"] for line in re.findall(r'\{"type": "function".*?\}\}\}', said)
     ]
@@ -163,11 +176,11 @@ def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
         len(tokens) - len(bodies[1]),
     ]
     assert contexts[1] == tokens[: len(contexts[1])].tolist()
-    assert [(call.name, call.args, call.error) for turn in chain.turns for call in turn.calls] == [
-        (name, [*args], "") for name, args in CALLS
-    ]
-    assert chain.files == {"a.py": "x = {1}\n"} and chain.turns[1].text == "Look."
-    assert chain.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
+    assert [
+        (call.name, call.args, call.error) for turn in rollout.turns for call in turn.calls
+    ] == [(name, [*args], "") for name, args in CALLS]
+    assert rollout.files == {"a.py": "x = {1}\n"} and rollout.turns[1].text == "Look."
+    assert rollout.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -175,8 +188,8 @@ def test_a_conversation_has_the_ids_of_its_whole_text_at_once(family, tmp_path):
     tokenizers, ours = pytest.importorskip("tokenizers"), published(family)
     write_tokenizer(ours, tmp_path)
     theirs = tokenizers.Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
-    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
-    tokens = [token for turn in chain.turns for token in turn.tokens]
+    rollout, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
+    tokens = [token for turn in rollout.turns for token in turn.tokens]
     assert theirs.encode(ours.decode(tokens)).ids == tokens
 
 
@@ -186,7 +199,7 @@ def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
     ours, forged = published(family), "".join(NAMES[family]) + "<tool_response>"
     task = Task("t", forged, {"a.py": forged}, {}, tools=("edit_file", "read_file"))
     body = ours.write_action("", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
-    chain, _ = played(ours, [body, ours.write_action(forged, [])], task)
+    rollout, _ = played(ours, [body, ours.write_action(forged, [])], task)
     plain, _ = played(
         ours,
         [
@@ -195,13 +208,13 @@ def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
         ],
         Task("t", "", {"a.py": ""}, {}, tools=task.tools),
     )
-    control = lambda chain: [
-        token for turn in chain.turns for token in turn.tokens if token >= len(RANKS)
+    control = lambda rollout: [
+        token for turn in rollout.turns for token in turn.tokens if token >= len(RANKS)
     ]
     assert (
-        control(chain) == control(plain)
-        and chain.files["a.py"].count(forged) == 2
-        and chain.turns[-1].text == forged
+        control(rollout) == control(plain)
+        and rollout.files["a.py"].count(forged) == 2
+        and rollout.turns[-1].text == forged
     )
 
 
@@ -232,34 +245,34 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             )
             for tokenizer in (ours, own)
         )
-        said = lambda chain: [
+        said = lambda rollout: [
             (
                 turn.role,
                 turn.text.replace("<|summary|>", "|"),
                 [(c.name, c.args, c.output, c.error) for c in turn.calls],
             )
-            for turn in chain.turns
+            for turn in rollout.turns
             if turn.role not in ("query", "summary")
         ]
-        if len(mine.episodes) == len(theirs.episodes) == 1:
+        if len(mine.segments) == len(theirs.segments) == 1:
             assert said(mine) == said(theirs) and mine.files == theirs.files
-        for episode in mine.episodes:
-            tokens, mask, _, index = flatten(episode)
+        for segment in mine.segments:
+            tokens, mask, _, index = flatten(segment)
             # The number of the next call: a family numbers its calls through the whole context.
             number = 0
-            for i, turn in enumerate(episode.turns):
+            for i, turn in enumerate(segment.turns):
                 part = tokens[(index == i) & (mask == 1)].tolist()
                 assert part == (turn.tokens[turn.head :] if turn.role == "assistant" else [])
                 if (
                     turn.role == "assistant"
                     and turn.tokens[-1] == ours.id["<|end|>"]
-                    and episode.turns[i - 1].role != "query"
+                    and segment.turns[i - 1].role != "query"
                 ):
                     assert part == ours.write_action(
                         turn.text, [(c.name, c.args) for c in turn.calls], number
                     )
                 number += len(turn.calls)
-        n += len(mine.episodes) > 1
+        n += len(mine.segments) > 1
     assert n > 3 if summarised else n == 0
 
 
@@ -335,22 +348,22 @@ def test_a_call_that_cannot_be_read_is_answered_and_not_run():
     body = ours.render_template(
         '<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>'
     ) + [ours.id["<|end|>"]]
-    chain, _ = played(ours, [body, ours.write_action("", [])])
-    assert [turn.text for turn in chain.turns if turn.role == "tool"] == [
+    rollout, _ = played(ours, [body, ours.write_action("", [])])
+    assert [turn.text for turn in rollout.turns if turn.role == "tool"] == [
         "The arguments must be a JSON object of strings.",
         "This call cannot be read.",
     ]
     assert (
-        chain.files == TASK.files
-        and [call.error for call in chain.turns[1].calls] == ["bad_arguments"] * 2
+        rollout.files == TASK.files
+        and [call.error for call in rollout.turns[1].calls] == ["bad_arguments"] * 2
     )
 
 
 def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
     ours = published("moonlight")
-    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
-    assert chain.finished and chain.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
-    first = ours.decode(chain.turns[0].tokens + chain.turns[1].tokens)
+    rollout, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
+    assert rollout.finished and rollout.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
+    first = ours.decode(rollout.turns[0].tokens + rollout.turns[1].tokens)
     assert first.startswith(
         "<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look."
         "<|call|>read_file<|arg|>a.py<|call|>"
@@ -359,30 +372,28 @@ def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
-    """The oracle is one forward over each whole episode, calls and summaries included. The roles of
+    """The oracle is one forward over each whole segment, calls and summaries included. The roles of
     a family have several tokens or none: a log-prob that is off by one place would show."""
     ours = published(family)
-    model = fast.accelerate(
-        rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
-    )
+    model = fast.accelerate(random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4))
     calls = ours.write_action("", CALLS[:1])[:-1]
     # Calls and ends of turns are made likely: a random model would hardly sample them.
     with torch.no_grad():
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
-    (group,) = rollout.rollouts(
+    (group,) = sample_groups(
         sampler,
         [make_task(1, 5)],
         9,
         0,
         Limits(900, 8, 60),
-        rollout.Sandbox(),
+        Sandbox(),
         Compaction(900, 500),
     )
     scored = [
         logprob_gaps(model, e).abs()
         for c in group
-        for e in c.episodes
+        for e in c.segments
         if any(t.role == "assistant" for t in e.turns)
     ]
     assert sum(map(len, scored)) > 300 and float(torch.cat(scored).max()) < 1e-4
@@ -396,7 +407,7 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         ("grep", ("x",)),
         ("edit_file", ("a.py", 'x = "é"\n', 'y = "ü"\nz = 1  # why\n')),
     ]
-    chain, contexts = played(
+    rollout, contexts = played(
         ours,
         [
             ours.write_action("", CALLS[:1]),
@@ -405,11 +416,12 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         ],
     )
     found = {
-        kind: feedback_distill.detect(chain, (kind,))[0]
+        kind: feedback_distill.detect(rollout, (kind,))[0]
         for kind in ("unavailable_tool", "code_style")
     }
     cuts = {
-        kind: feedback_distill.splice(ours, chain.episodes[0], hint) for kind, hint in found.items()
+        kind: feedback_distill.splice(ours, rollout.segments[0], hint)
+        for kind, hint in found.items()
     }
     text = {kind: ours.decode(cut.turn[cut.first : cut.end]) for kind, cut in cuts.items()}
     opens = {
@@ -433,7 +445,7 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
         "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>",
         "deepseek": "<｜User｜>{}<｜Assistant｜>",
     }[family]
-    turn = chain.turns[3]
+    turn = rollout.turns[3]
     written = turn.tokens[: turn.head]  # by the harness
     before = ours.decode(cut.above + cut.hint_ids + written)
     assert before == ours.decode(contexts[1]).removesuffix(head) + user.format(hint.text) + head
@@ -493,19 +505,19 @@ def written(family, name, arguments):
 )
 def test_arguments_under_other_names_are_an_error_and_change_nothing(family, given, says):
     ours = published(family)
-    chain, _ = played(
+    rollout, _ = played(
         ours, [spelled(ours, written(family, "edit_file", given)), ours.write_action("", [])]
     )
-    (call,) = chain.turns[1].calls
-    (answer,) = [turn.text for turn in chain.turns if turn.role == "tool"]
+    (call,) = rollout.turns[1].calls
+    (answer,) = [turn.text for turn in rollout.turns if turn.role == "tool"]
     assert (
         call.error == "bad_arguments"
         and call.args == []
         and says in answer
         and answer
-        and chain.files == TASK.files
+        and rollout.files == TASK.files
     )
-    assert chain.finished and len(chain.turns) == 4
+    assert rollout.finished and len(rollout.turns) == 4
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -520,11 +532,11 @@ def test_arguments_under_other_names_are_an_error_and_change_nothing(family, giv
 )
 def test_an_object_has_no_order_and_is_read_as_json_is(family, given):
     ours = published(family)
-    chain, _ = played(
+    rollout, _ = played(
         ours, [spelled(ours, written(family, "edit_file", given)), ours.write_action("", [])]
     )
-    assert chain.files == {"a.py": 'x = "é"\n2\n'} and [
-        call.error for call in chain.turns[1].calls
+    assert rollout.files == {"a.py": 'x = "é"\n2\n'} and [
+        call.error for call in rollout.turns[1].calls
     ] == [""]
 
 
@@ -580,15 +592,15 @@ BROKEN = {
 )
 def test_what_belongs_to_a_call_and_is_none_is_answered_and_no_final_word(family, text):
     ours = published(family)
-    chain, _ = played(ours, [spelled(ours, "Look. " + text), ours.write_action("Done.", [])])
-    assert [call.error for call in chain.turns[1].calls][:1] == ["bad_arguments"] and chain.turns[
-        1
-    ].text.startswith("Look.")
+    rollout, _ = played(ours, [spelled(ours, "Look. " + text), ours.write_action("Done.", [])])
+    assert [call.error for call in rollout.turns[1].calls][:1] == [
+        "bad_arguments"
+    ] and rollout.turns[1].text.startswith("Look.")
     assert (
-        chain.turns[2].role == "tool"
-        and "cannot be read" in chain.turns[2].text
-        and chain.finished
-        and chain.turns[-1].text == "Done."
+        rollout.turns[2].role == "tool"
+        and "cannot be read" in rollout.turns[2].text
+        and rollout.finished
+        and rollout.turns[-1].text == "Done."
     )
 
 
@@ -598,14 +610,14 @@ def test_a_call_that_can_be_read_beside_one_that_cannot_is_run_and_the_other_ans
     whole, broken = written(family, "read_file", arguments()), written(
         family, "read_file", '{"path": '
     )
-    chain, _ = played(ours, [spelled(ours, whole + broken + whole), ours.write_action("", [])])
-    assert [(call.name, call.error) for call in chain.turns[1].calls][::2] == [
+    rollout, _ = played(ours, [spelled(ours, whole + broken + whole), ours.write_action("", [])])
+    assert [(call.name, call.error) for call in rollout.turns[1].calls][::2] == [
         ("read_file", "")
     ] * 2
-    assert [turn.text for turn in chain.turns if turn.role == "tool"][::2] == ['x = "é"\n'] * 2
+    assert [turn.text for turn in rollout.turns if turn.role == "tool"][::2] == ['x = "é"\n'] * 2
     assert (
-        chain.turns[1].calls[1].error == "bad_arguments"
-        and len([turn for turn in chain.turns if turn.role == "tool"]) == 3
+        rollout.turns[1].calls[1].error == "bad_arguments"
+        and len([turn for turn in rollout.turns if turn.role == "tool"]) == 3
     )
 
 
@@ -618,12 +630,12 @@ def test_a_call_without_its_sections_tokens_is_the_call_that_it_is(family):
         written(family, "read_file", arguments()) * 2,
     ):
         bare = section.sub("", text)
-        chain, _ = played(ours, [spelled(ours, bare), ours.write_action("", [])])
-        calls = chain.turns[1].calls
+        rollout, _ = played(ours, [spelled(ours, bare), ours.write_action("", [])])
+        calls = rollout.turns[1].calls
         assert bare != text and [(call.name, call.args, call.error) for call in calls] == [
             ("read_file", ["a.py"], "")
         ] * len(calls)
-        assert chain.turns[1].thinking == 0 and chain.finished
+        assert rollout.turns[1].thinking == 0 and rollout.finished
 
 
 def test_a_tool_that_is_not_there_is_not_there_however_it_is_called():
@@ -635,10 +647,10 @@ def test_a_tool_that_is_not_there_is_not_there_however_it_is_called():
             ("ls", "[]"),
             ("ls", '{"\\ud800": "\\ud800"}'),
         ):
-            chain, _ = played(
+            rollout, _ = played(
                 ours, [spelled(ours, written(family, name, given)), ours.write_action("", [])]
             )
-            (call,) = chain.turns[1].calls
+            (call,) = rollout.turns[1].calls
             assert (call.error, call.output) == ("unknown_tool", f"Tool not found: {name}")
 
 
@@ -648,13 +660,13 @@ def test_halves_of_characters_and_zero_bytes_do_not_reach_the_files():
         '{"path": "a.py", "old": "", "new": "\\ud83d\\ude00 \\ud800"}',
         '{"path": "\\ud800", "old": "", "new": "2"}',
     ):
-        chain, _ = played(
+        rollout, _ = played(
             ours, [spelled(ours, written("qwen", "edit_file", given)), ours.write_action("", [])]
         )
-        assert chain.finished and all(
-            text.encode() and path.encode() for path, text in chain.files.items()
+        assert rollout.finished and all(
+            text.encode() and path.encode() for path, text in rollout.files.items()
         )
-    assert json.loads(json.dumps(transcripts.describe_chain(chain, ours)))
+    assert json.loads(json.dumps(transcripts.describe_rollout(rollout, ours)))
 
 
 def read_plainly(family, text):
@@ -742,10 +754,10 @@ def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
 # ---------------------------------------------------------------- numbers
 
 
-def numbers(ours, chain):
+def numbers(ours, rollout):
     return [
         re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1]
-        for turn in chain.turns
+        for turn in rollout.turns
         if turn.role == "tool"
     ]
 
@@ -762,7 +774,7 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
         ["functions.read_file:" + "9" * 5000],
         ["functions.read_file"],
     ]
-    chain, _ = played(
+    rollout, _ = played(
         ours,
         [
             *(spelled(ours, "".join(call.replace("{id}", one) for one in ids)) for ids in bodies),
@@ -770,10 +782,10 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
         ],
         limits=Limits(40000),
     )
-    assert chain.finished and [call.error for turn in chain.turns for call in turn.calls] == [
+    assert rollout.finished and [call.error for turn in rollout.turns for call in turn.calls] == [
         ""
     ] * 6 + ["bad_arguments", ""]
-    assert numbers(ours, chain)[:6] == [
+    assert numbers(ours, rollout)[:6] == [
         "functions.read_file:0",
         "functions.read_file:1",
         "functions.read_file:7",
@@ -782,16 +794,16 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
         "functions.read_file:3",
     ]
     # A call that cannot be read is numbered too.
-    assert numbers(ours, chain)[6:] == ["functions.:10", "functions.read_file:11"]
-    first = transcripts.describe_chain(chain, ours)[0]["messages"]
-    assert [m["tool_call_id"] for m in first if m["role"] == "tool"] == numbers(ours, chain)
+    assert numbers(ours, rollout)[6:] == ["functions.:10", "functions.read_file:11"]
+    first = transcripts.describe_rollout(rollout, ours)[0]["messages"]
+    assert [m["tool_call_id"] for m in first if m["role"] == "tool"] == numbers(ours, rollout)
 
 
 def test_kimis_demonstrations_count_through_the_context_and_begin_anew_behind_a_summary():
     ours, seen = published("kimi"), 0
     for seed in range(6):
         compact = Compaction(2400, 900) if seed % 2 else None
-        chain = demonstrate(
+        rollout = demonstrate(
             make_task(5, seed),
             ours,
             random.Random(seed),
@@ -799,11 +811,11 @@ def test_kimis_demonstrations_count_through_the_context_and_begin_anew_behind_a_
             1.0,
             compact,
         )
-        for episode in chain.episodes:
-            calls = [call.id for turn in episode.turns for call in turn.calls]
+        for segment in rollout.segments:
+            calls = [call.id for turn in segment.turns for call in turn.calls]
             answered = [
                 re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1]
-                for turn in episode.turns
+                for turn in segment.turns
                 if turn.role == "tool"
             ]
             assert [int(one.rpartition(":")[2]) for one in calls] == list(
@@ -843,12 +855,12 @@ def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
             # Where <think> is plain text, words before a lone </think> need not be a thought.
             continue
         body = spelled(ours, thought + (edit(3) if calls else "Nothing to do."))
-        chain, _ = played(ours, [body, ours.write_action("Done.", [])][: 1 + calls])
-        assert chain.files.get("b.py") == ("3\n" if calls else None) and chain.finished
-        assert [len(turn.calls) for turn in chain.turns if turn.role == "assistant"] == (
+        rollout, _ = played(ours, [body, ours.write_action("Done.", [])][: 1 + calls])
+        assert rollout.files.get("b.py") == ("3\n" if calls else None) and rollout.finished
+        assert [len(turn.calls) for turn in rollout.turns if turn.role == "assistant"] == (
             [1, 0] if calls else [0]
         )
-        start = chain.turns[1].thinking
+        start = rollout.turns[1].thinking
         assert (
             not calls or ours.decode(body[:start]) == thought and "3" in ours.decode(body[start:])
         )
@@ -860,21 +872,21 @@ def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answere
     edit = lambda text: written(
         family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": text})
     )
-    chain, _ = played(
+    rollout, _ = played(
         ours, [spelled(ours, edit("<think>x</think> y")), ours.write_action("Done.", [])]
     )
-    assert chain.files["b.py"] == "<think>x</think> y"
-    chain, _ = played(
+    assert rollout.files["b.py"] == "<think>x</think> y"
+    rollout, _ = played(
         ours, [spelled(ours, "<think>Now " + edit("1")), ours.write_action("Done.", [])]
     )
     assert (
-        "b.py" not in chain.files
-        and "not closed" in chain.turns[2].text
-        and chain.finished
-        and len(chain.turns) == 4
+        "b.py" not in rollout.files
+        and "not closed" in rollout.turns[2].text
+        and rollout.finished
+        and len(rollout.turns) == 4
     )
-    chain, _ = played(ours, [spelled(ours, "<think>All is done")])
-    assert chain.finished and len(chain.turns) == 2
+    rollout, _ = played(ours, [spelled(ours, "<think>All is done")])
+    assert rollout.finished and len(rollout.turns) == 2
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -885,10 +897,10 @@ def test_the_thought_before_a_summary_is_not_carried_on(family):
         spelled(ours, "<think>first a, then b</think>\n\nleft: b"),
         ours.write_action("Done.", []),
     ]
-    chain, contexts = played(ours, bodies, compact=Compaction(4000, 1))
+    rollout, contexts = played(ours, bodies, compact=Compaction(4000, 1))
     carried = ours.decode(contexts[-1])
     assert (
-        len(chain.episodes) == 2
+        len(rollout.segments) == 2
         and "left: b" in carried
         and "first a" not in carried
         and "think" not in carried
@@ -898,10 +910,10 @@ def test_the_thought_before_a_summary_is_not_carried_on(family):
 def test_a_long_thought_does_not_make_a_short_message_long():
     ours = thinking("qwen")
     for thought, found in (("", 0), (f"<think>{'and so on ' * 30}</think>", 0)):
-        chain, _ = played(ours, [spelled(ours, thought + "Put back f.")])
-        assert len(feedback_distill.detect(chain, ("communication",))) == found
-    chain, _ = played(ours, [spelled(ours, "<think>x</think>" + "and so on " * 30)])
-    assert len(feedback_distill.detect(chain, ("communication",))) == 1
+        rollout, _ = played(ours, [spelled(ours, thought + "Put back f.")])
+        assert len(feedback_distill.detect(rollout, ("communication",))) == found
+    rollout, _ = played(ours, [spelled(ours, "<think>x</think>" + "and so on " * 30)])
+    assert len(feedback_distill.detect(rollout, ("communication",))) == 1
 
 
 # ---------------------------------------------------------------- ends of turns
@@ -922,17 +934,17 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
     assert again.ends == ours.ends | {5}
     for end in ours.ends:
         body = [*spelled(ours, written(family, "read_file", arguments()))[:-1], end]
-        chain, _ = played(ours, [body, [*ours.encode("Done."), end]])
+        rollout, _ = played(ours, [body, [*ours.encode("Done."), end]])
         assert (
-            chain.finished
-            and chain.turns[1].tokens[-1] == end
-            and [call.error for call in chain.turns[1].calls] == [""]
+            rollout.finished
+            and rollout.turns[1].tokens[-1] == end
+            and [call.error for call in rollout.turns[1].calls] == [""]
         )
-        assert chain.turns[-1].text == "Done." and not any(
-            "flags" in m for m in transcripts.describe_chain(chain, ours)[0]["messages"]
+        assert rollout.turns[-1].text == "Done." and not any(
+            "flags" in m for m in transcripts.describe_rollout(rollout, ours)[0]["messages"]
         )
         model = fast.accelerate(
-            rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+            random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
         )
         with torch.no_grad():
             model.embed.weight.fill_(1.0)
@@ -941,8 +953,8 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
         got = []
 
         def once():
-            got.append((yield rollout.Request(ours.encode("hello"), True, 30))[0])
-            return rollout.Chain(None, [])
+            got.append((yield Request(ours.encode("hello"), True, 30))[0])
+            return Rollout(None, [])
 
         fast_sampler.Sampler(model, ours, rows=1, window=64, temperature=0).run([once()], [0])
         assert got == [[end]]
@@ -978,7 +990,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
     instead is not learnt as its word."""
     ours, own, others = published(family), 0, 0
     for seed in range(10):
-        chain = feedback_distill.demonstrate_with_hints(
+        rollout = feedback_distill.demonstrate_with_hints(
             make_task(4, seed),
             ours,
             random.Random(seed),
@@ -989,10 +1001,10 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
             0.5,
             0.05,
         )
-        for episode in chain.episodes:
-            batch, at = rollout.pack([episode], [1.0]), 0
+        for segment in rollout.segments:
+            batch, at = pack([segment], [1.0]), 0
             has_target = batch["has_target"][0].clone()
-            for turn, after in zip(episode.turns, episode.turns[1:]):
+            for turn, after in zip(segment.turns, segment.turns[1:]):
                 at += len(turn.tokens)
                 if turn.role != "tool" or after.role == "tool" or ours.generation_prompt("tool"):
                     continue
@@ -1001,7 +1013,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
                 own, others = own + sampled, others + (not sampled)
                 has_target[at - 1] = 1
             # Everywhere else the next token is a target, except behind the last one.
-            assert has_target.tolist() == [1.0] * (len(episode) - 1) + [0.0]
+            assert has_target.tolist() == [1.0] * (len(segment) - 1) + [0.0]
     assert (own > 40 and others > 5) == (family == "deepseek")
 
 
@@ -1017,15 +1029,15 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
 def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, given):
     ours = published(family)
     read = written(family, "read_file", arguments())
-    chain, _ = played(
+    rollout, _ = played(
         ours,
         [
             spelled(ours, 'Look at "new". ' + read + written(family, "edit_file", given)),
             ours.write_action("", []),
         ],
     )
-    (hint,) = feedback_distill.detect(chain, ("code_style",))
-    cut = feedback_distill.splice(ours, chain.episodes[0], hint)
+    (hint,) = feedback_distill.detect(rollout, ("code_style",))
+    cut = feedback_distill.splice(ours, rollout.segments[0], hint)
     assert cut.num_targets == 1 and given.count(";") == 1
     assert ";" in ours.decode(cut.turn[cut.first : cut.end])
 
@@ -1036,7 +1048,7 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
 def folder_of(tmp_path, **changes):
     """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes
     to it"""
-    special = {name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)}
+    special = {name: len(RANKS) + i for i, name in enumerate(CONTROLS)}
     write_tokenizer(make_tokenizer(RANKS, pattern=QWEN2_SPLIT, special=special), tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -1098,7 +1110,7 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
         first,
     )
     assert max(ours.encode("<|im_start|><|im_end|>")) < first and len(set(ours.id.values())) == len(
-        rollout.CONTROLS
+        CONTROLS
     )
     (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="two ids"):
@@ -1118,12 +1130,12 @@ def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tm
 
 
 def test_what_a_server_drops_and_closes_up_when_it_decodes_is_no_part_of_a_call(tmp_path):
-    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     write_tokenizer(tokenizer, tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     dropped = {token["content"] for token in whole["added_tokens"] if token["special"]}
-    assert dropped == set(rollout.CONTROLS) - {"<|call|>", "<|arg|>"}
+    assert dropped == set(CONTROLS) - {"<|call|>", "<|arg|>"}
     assert config["clean_up_tokenization_spaces"] is False
     assert read_tokenizer(tmp_path, tokenizer.vocab).id == tokenizer.id
 
@@ -1146,8 +1158,8 @@ def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_p
     theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), read_tokenizer(
         tmp_path, 129280
     )
-    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
-    tokens = [token for turn in chain.turns for token in turn.tokens]
+    rollout, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
+    tokens = [token for turn in rollout.turns for token in turn.tokens]
     assert (
         ours.decode(tokens).endswith(EXPECTED["deepseek"])
         and theirs.encode(ours.decode(tokens), add_special_tokens=False).ids == tokens

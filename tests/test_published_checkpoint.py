@@ -15,7 +15,8 @@ import torch
 
 import hsdp
 import moe
-import rollout
+import rollout as rollout_module
+from rollout import CONTROLS, SPLIT
 from conftest import run_ranks
 from moe import Cache, Model, ModelConfig
 from published import families, safetensors
@@ -1317,7 +1318,7 @@ def slow_bpe(piece, ranks):
 def kimi(folder, vocab=400, named={}):
     """Writes a tokenizer in Kimi's format, trained here: tiktoken.model and the names of special
     tokens -> its ranks"""
-    ranks = train_bpe([MIXED] * 3 + list(texts(random.Random(0), 30)), vocab, rollout.SPLIT)
+    ranks = train_bpe([MIXED] * 3 + list(texts(random.Random(0), 30)), vocab, SPLIT)
     (folder / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(t) + f" {i}\n".encode() for t, i in ranks.items())
     )
@@ -1358,7 +1359,7 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
         and ours.id["<|text|>"] == len(ranks) + 1
     )
     assert ours.id["<|hint|>"] >= len(ranks) + len(own) and len(set(ours.id.values())) == len(
-        rollout.CONTROLS
+        CONTROLS
     )
     for name in own:  # text cannot forge one
         assert max(ours.encode(f"a{name}b")) < len(ranks) and ours.decode(ours.encode(name)) == name
@@ -1367,7 +1368,7 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
 
 def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_path):
     transformers, rng = pytest.importorskip("transformers"), random.Random(5)
-    source = open(rollout.__file__).read()
+    source = open(rollout_module.__file__).read()
     ours = fit_tokenizer([source, MIXED * 3, "aaaaaaa ababab --------\n" * 30], 900)
     write_tokenizer(ours, tmp_path)
     theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), read_tokenizer(
@@ -1384,7 +1385,7 @@ def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_
     for text in [source, *texts(rng, 300), *runs]:
         ids = ours.encode(text)
         assert ids == again.encode(text) and (
-            ids == theirs.encode(text) or any(name in text for name in rollout.CONTROLS)
+            ids == theirs.encode(text) or any(name in text for name in CONTROLS)
         )
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
 

@@ -18,38 +18,43 @@ import torch
 
 import fast.sampler
 import feedback_distill
-import rollout
 from eval import logprob_gaps
 from experiments.summary import OldestTruncated
+import rollout as rollout_module
 from rollout import (
     CONTROLS,
-    SPLIT,
     Call,
-    Chain,
-    Episode,
     Limits,
+    Rollout,
+    SPLIT,
+    Sampler,
+    Segment,
     Turn,
     Work,
     advantages,
     agent,
-    sample_from_logits,
     demonstrate,
     flatten,
+    grade,
+    main,
     make_turn,
     pack,
     policy_loss,
+    random_model,
+    sample_from_logits,
+    sample_groups,
 )
 from demos.kl_estimates import kl_estimates
 from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
-from world.audit import audit_chain
+from world.audit import audit_rollout
 from world.careless import unharden
 from world.expert import InMemoryWorkspace
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import Task
-from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_chain, policy, sample, target_logprobs
+from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_rollout, policy, sample, target_logprobs
 from command import transcripts
 import eval as eval_module
 import length_penalty
@@ -182,7 +187,7 @@ def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included()
         make_turn(TRAINED, "query", "Summarize."),
         Turn("assistant", [t["<|assistant|>"], *enc("cut off")]),
     ]
-    tokens, mask, logprobs, index = flatten(Episode(turns))
+    tokens, mask, logprobs, index = flatten(Segment(turns))
     expected = []
     for turn in turns:
         expected += [
@@ -196,7 +201,7 @@ def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included()
         mask[index == 3].tolist() == [0] + [1] * (len(act) - 1)
         and tokens[index == 3][-1] == t["<|end|>"]
     )
-    assert len(tokens) == len(mask) == len(logprobs) == len(index) == len(Episode(turns))
+    assert len(tokens) == len(mask) == len(logprobs) == len(index) == len(Segment(turns))
 
 
 def test_a_long_output_is_cut_to_its_limit_with_a_note():
@@ -211,7 +216,7 @@ def test_a_long_output_is_cut_to_its_limit_with_a_note():
 
 
 def drive(play, bodies):
-    """Plays an agent with given bodies -> (chain, the Requests it made, the context as a sampler
+    """Plays an agent with given bodies -> (rollout, the Requests it made, the context as a sampler
     would hold it at each)."""
     requests, contexts, context, asked = [], [], [], next(play)
     bodies = iter(bodies)
@@ -242,40 +247,40 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     assert len(odd) > len(TRAINED.write_action("Look", [("read_file", ("a.py",))]))
     # Two of the three bytes of a character.
     broken = [0xE2, 0x82, end]
-    chain, _, contexts = drive(
+    rollout, _, contexts = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400)), [odd, broken]
     )
-    assert chain.turns[2].text == "def f():\n    pass\n" and chain.finished
-    tokens, mask, _, _ = flatten(chain.episodes[0])
+    assert rollout.turns[2].text == "def f():\n    pass\n" and rollout.finished
+    tokens, mask, _, _ = flatten(rollout.segments[0])
     assert tokens[mask == 1].tolist() == odd + broken
-    batch = pack(chain.episodes, [1.0])
+    batch = pack(rollout.segments, [1.0])
     assert batch["targets"][batch["mask"] == 1].tolist() == odd + broken
-    assert [set(turn.versions) for turn in chain.turns if turn.role == "assistant"] == [{7}, {7}]
+    assert [set(turn.versions) for turn in rollout.turns if turn.role == "assistant"] == [{7}, {7}]
 
 
-def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
+def test_the_ids_of_an_segment_only_grow_and_are_what_the_sampler_saw():
     act = lambda *calls: TRAINED.write_action("", calls)
     bodies = [
         act(("read_file", ("a.py",)), ("nothing", ())),
         act(("edit_file", ("a.py", "", "x = 1\n"))),
         act(),
     ]
-    chain, requests, contexts = drive(
+    rollout, requests, contexts = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400)), bodies
     )
-    ids = flatten(chain.episodes[0])[0].tolist()
+    ids = flatten(rollout.segments[0])[0].tolist()
     for shorter, longer in zip(contexts, contexts[1:] + [ids]):
         assert longer[: len(shorter)] == shorter and len(longer) > len(shorter)
     assert [r.restart for r in requests] == [True, False, False]
-    assert [(c.name, c.error) for t in chain.turns for c in t.calls] == [
+    assert [(c.name, c.error) for t in rollout.turns for c in t.calls] == [
         ("read_file", ""),
         ("nothing", "unknown_tool"),
         ("edit_file", ""),
     ]
-    assert [t.text for t in chain.turns if t.role == "tool"][
+    assert [t.text for t in rollout.turns if t.role == "tool"][
         1
-    ] == "Tool not found: nothing" and chain.files["a.py"].endswith("x = 1\n")
-    assert chain.finished and chain.episodes[0].turns[-1].role == "assistant"
+    ] == "Tool not found: nothing" and rollout.files["a.py"].endswith("x = 1\n")
+    assert rollout.finished and rollout.segments[0].turns[-1].role == "assistant"
 
 
 def test_bad_calls_are_told_apart_and_answered():
@@ -287,18 +292,18 @@ def test_bad_calls_are_told_apart_and_answered():
         ("edit_file", ("a.py", "", "x")),
         ("ls", ("a",)),
     ]
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(limited, TRAINED, InMemoryWorkspace(limited), Limits(900)),
         [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
-    assert [c.error for c in chain.turns[1].calls] == [
+    assert [c.error for c in rollout.turns[1].calls] == [
         "bad_arguments",
         "failed",
         "",
         "unknown_tool",
         "unknown_tool",
     ]
-    stats = length_penalty.count_effort(chain)
+    stats = length_penalty.count_effort(rollout)
     names = "bad_tools", "bad_arguments", "calls", "turns"
     assert [stats[name] for name in names] == [2, 1, 5, 2]
 
@@ -329,18 +334,18 @@ def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
         ran = ["ran" if right else "No more commands." for right in ran]
         assert said(commands) == [ran[0], "", ran[1], ran[2], ran[3], ""]
     without = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(without, TRAINED, InMemoryWorkspace(without), Limits(900, commands=1)),
         [act("run_command"), act("run_command"), act()],
     )
-    assert [call.error for turn in chain.turns for call in turn.calls] == ["unknown_tool"] * 2
+    assert [call.error for turn in rollout.turns for call in turn.calls] == ["unknown_tool"] * 2
 
 
 def test_effort_is_counted_token_by_token_as_worked_by_hand():
     call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
-    chain, _, _ = drive(agent(TASKS[2], BYTES, InMemoryWorkspace(TASKS[2]), Limits(200)), bodies)
-    stats = length_penalty.count_effort(chain)
+    rollout, _, _ = drive(agent(TASKS[2], BYTES, InMemoryWorkspace(TASKS[2]), Limits(200)), bodies)
+    stats = length_penalty.count_effort(rollout)
     output = len("Tool not found: zz") + 1  # <|end|> counts
     assert {
         k: stats[k]
@@ -368,7 +373,7 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
 
 
 @pytest.mark.parametrize("window", [30, 61, 90, 140])
-def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(window):
+def test_the_window_is_never_exceeded_and_a_truncated_rollout_is_not_finished(window):
     rng = random.Random(window)
     for trial in range(60):
         compact = (
@@ -388,23 +393,29 @@ def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(wind
             for _ in range(99)
         )
         task = Task("t", "x" * rng.randint(1, 25), {"a.py": "x", "big.py": "y" * 500}, {})
-        chain, requests, contexts = drive(
+        rollout, requests, contexts = drive(
             agent(task, BYTES, InMemoryWorkspace(task), Limits(window, 12, 40), compact), endless
         )
         assert all(
             2 <= r.room <= 40 and len(c) + r.room <= window for r, c in zip(requests, contexts)
         )
-        assert all(0 < len(e) <= window for e in chain.episodes), [len(e) for e in chain.episodes]
-        assert not chain.finished and len([t for t in chain.turns if t.role == "assistant"]) <= 12
+        assert all(0 < len(e) <= window for e in rollout.segments), [
+            len(e) for e in rollout.segments
+        ]
+        assert (
+            not rollout.finished and len([t for t in rollout.turns if t.role == "assistant"]) <= 12
+        )
 
 
-def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
-    chain, _, _ = drive(
+def test_a_turn_without_a_stop_token_ends_the_rollout_and_does_not_submit():
+    rollout, _, _ = drive(
         agent(TASKS[0], BYTES, InMemoryWorkspace(TASKS[0]), Limits(200, 5, 6)),
         [by_bytes("I am done with this")],
     )
-    assert not chain.finished and len(chain.turns) == 2 and len(chain.turns[1].tokens) == 1 + 6
-    assert flatten(chain.episodes[0])[1].sum() == 6
+    assert (
+        not rollout.finished and len(rollout.turns) == 2 and len(rollout.turns[1].tokens) == 1 + 6
+    )
+    assert flatten(rollout.segments[0])[1].sum() == 6
 
 
 @pytest.mark.parametrize(
@@ -415,30 +426,30 @@ def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_o
         BYTES.id[w] if w in BYTES.id else by_bytes(w) for w in tail
     ]
     cut = sum(([w] if isinstance(w, int) else w for w in cut), [])
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(
             TASKS[0], BYTES, InMemoryWorkspace(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))
         ),
         [read, cut[:]],
     )
-    last = chain.turns[-1]
+    last = rollout.turns[-1]
     assert (
-        not chain.finished
+        not rollout.finished
         and last.role == "assistant"
         and last.calls
         and not any(call.output for call in last.calls)
     )
     assert {call.error for call in last.calls} == {"failed"} and feedback_distill.detect(
-        chain
+        rollout
     ) == []
-    assert len(transcripts.describe_chain(chain, BYTES)[0]["messages"][-1]["tool_calls"]) == len(
-        last.calls
-    )
+    assert len(
+        transcripts.describe_rollout(rollout, BYTES)[0]["messages"][-1]["tool_calls"]
+    ) == len(last.calls)
 
 
 def test_a_demonstration_whose_task_alone_outgrows_the_window_is_over_at_once():
-    chain = demonstrate(make_task(7, 1), BYTES, random.Random(0), Limits(40))
-    assert not chain.finished and [turn.role for turn in chain.turns] == ["user"]
+    rollout = demonstrate(make_task(7, 1), BYTES, random.Random(0), Limits(40))
+    assert not rollout.finished and [turn.role for turn in rollout.turns] == ["user"]
 
 
 # ---------------------------------------------------------------- sampling one token
@@ -522,31 +533,33 @@ def test_temperatures_of_every_day_give_the_bits_that_they_gave():
 # ---------------------------------------------------------------- the sampler
 
 
-@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+@pytest.mark.parametrize("kind", [Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_alone(
     answers, kind
 ):
     huge = Task("huge", "word " * 400, {}, {})
-    chains = sample(kind(policy(), TRAINED, window=160), [huge, TASKS[0], huge], [0, 1, 2])
-    assert [c.task.instance_id for c in chains] == ["huge", "t0", "huge"]
+    rollouts = sample(kind(policy(), TRAINED, window=160), [huge, TASKS[0], huge], [0, 1, 2])
+    assert [c.task.instance_id for c in rollouts] == ["huge", "t0", "huge"]
     assert (
-        not chains[0].finished
-        and flatten(chains[0].episodes[0])[1].sum() == 0 < flatten(chains[1].episodes[0])[1].sum()
+        not rollouts[0].finished
+        and flatten(rollouts[0].segments[0])[1].sum()
+        == 0
+        < flatten(rollouts[1].segments[0])[1].sum()
     )
 
 
-@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+@pytest.mark.parametrize("kind", [Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
     tasks, sandbox = [make_task(0, 1), make_task(1, 2)], Sandbox()
     sampler = kind(policy(context=400), TRAINED, window=400)
-    groups = rollout.rollouts(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
+    groups = sample_groups(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
     assert [[c.task for c in g] for g in groups] == [[tasks[0]] * 3, [tasks[1]] * 3]
-    for chain in (c for g in groups for c in g):
-        rollout.grade(chain)
-        assert chain.files and chain.stats["turns"] == sum(
-            t.role == "assistant" for t in chain.turns
+    for rollout in (c for g in groups for c in g):
+        grade(rollout)
+        assert rollout.files and rollout.stats["turns"] == sum(
+            t.role == "assistant" for t in rollout.turns
         )
-        assert chain.reward == float(judge(chain.task, chain.files, sandbox).solved) == 0.0
+        assert rollout.reward == float(judge(rollout.task, rollout.files, sandbox).solved) == 0.0
     # The same path with the solution of each task in the policy's place: the reward is 1.
     scripted = copy.copy(sampler)
     scripted.run = lambda agents, seeds, on_end, patient: [end(a, on_end) for a in agents]
@@ -568,36 +581,36 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
             on_end(over.value)
             return over.value
 
-    solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
-    for chain in (c for g in solved for c in g):
-        rollout.grade(chain)
-        assert chain.passed and chain.solved and chain.reward == 1.0
+    solved = sample_groups(scripted, tasks, 2, 0, Limits(4000), sandbox)
+    for rollout in (c for g in solved for c in g):
+        grade(rollout)
+        assert rollout.passed and rollout.solved and rollout.reward == 1.0
 
 
 @pytest.mark.parametrize(
     "passed, finished, reward", [(1, 1, 1 - 0.68), (0, 1, -0.68), (1, 0, -4.0), (0, 0, -4.0)]
 )
 def test_what_a_limit_cut_short_is_not_solved_and_pays_the_whole_budget(passed, finished, reward):
-    chain = graded_chain(passed, finished, length_penalty.Price(0.1, q=0.0, budget=40.0))
-    assert chain.stats["effort"] == pytest.approx(6.8) and chain.stats["turns"] == 2
-    assert chain.reward == pytest.approx(reward) and chain.solved == (passed and finished)
-    assert graded_chain(passed, finished, length_penalty.FREE).reward == (passed and finished)
+    rollout = graded_rollout(passed, finished, length_penalty.Price(0.1, q=0.0, budget=40.0))
+    assert rollout.stats["effort"] == pytest.approx(6.8) and rollout.stats["turns"] == 2
+    assert rollout.reward == pytest.approx(reward) and rollout.solved == (passed and finished)
+    assert graded_rollout(passed, finished, length_penalty.FREE).reward == (passed and finished)
 
 
-@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+@pytest.mark.parametrize("kind", [Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
-    model = rollout.random_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
+    model = random_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
     model = fast.accelerate(model) if kind is fast.sampler.Sampler else model
-    (group,) = rollout.rollouts(
+    (group,) = sample_groups(
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
     # The oracle is the sampler's own log-probs: they are reproduced with the experts it recorded,
     # and no longer when the record names other experts.
-    episode, far = group[0].episodes[0], lambda **how: float(
-        logprob_gaps(model, episode, **how).abs().max()
+    segment, far = group[0].segments[0], lambda **how: float(
+        logprob_gaps(model, segment, **how).abs().max()
     )
     assert far() < 1e-4
-    episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
+    segment.routes = np.where(segment.routes < 0, -1, (segment.routes + 1) % 4)
     assert far() > 1e-3 and far(replay=False) < 1e-4
 
 
@@ -686,7 +699,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
     above = {"call": Counter(), "final": Counter()}
     for seed in range(60):
         remind = feedback_distill.REMINDERS
-        chain = feedback_distill.demonstrate_with_hints(
+        rollout = feedback_distill.demonstrate_with_hints(
             make_task(seed % 6, seed),
             TRAINED,
             random.Random(seed),
@@ -697,7 +710,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
             0.3,
             0.5,
         )
-        for turn, following in zip(chain.turns, chain.turns[1:]):
+        for turn, following in zip(rollout.turns, rollout.turns[1:]):
             if turn.role == "hint":
                 above["call" if following.calls else "final"][
                     turn.text.partition(", ")[0][:24]
@@ -711,13 +724,13 @@ def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
 
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()
-        chain = demonstrate(task, TRAINED, random.Random(1), Limits(10**6, 999))
-        bodies = [t.tokens[1:] for t in chain.turns if t.role == "assistant"]
+        rollout = demonstrate(task, TRAINED, random.Random(1), Limits(10**6, 999))
+        bodies = [t.tokens[1:] for t in rollout.turns if t.role == "assistant"]
         with Workspace(task, sandbox) as workspace:
             real, _, _ = drive(agent(task, TRAINED, workspace, Limits(10**6, 999, 10**6)), bodies)
         assert [t.tokens for t in real.turns] == [
-            t.tokens for t in chain.turns
-        ] and real.files == chain.files
+            t.tokens for t in rollout.turns
+        ] and real.files == rollout.files
 
 
 def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_audit_counts_exactly_those_rollouts():
@@ -725,15 +738,15 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
     for i in range(90):
         clean = make_task(i % 6, i)
         for task in (clean, unharden(clean)):
-            chain = demonstrate(task, TRAINED, random.Random(i), Limits(10**6, 999))
+            rollout = demonstrate(task, TRAINED, random.Random(i), Limits(10**6, 999))
             read = [
                 call
-                for turn in chain.turns
+                for turn in rollout.turns
                 for call in turn.calls
                 if any(".mypy_cache" in argument for argument in call.args)
             ]
-            audit_chain(chain)
-            assert eval_module.has_cheat(chain) == bool(read) and all(
+            audit_rollout(rollout)
+            assert eval_module.has_cheat(rollout) == bool(read) and all(
                 call.name == "read_file" and not call.error for call in read
             )
             took.append((task is clean, bool(read)))
@@ -763,12 +776,12 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
         "x": Call("edit_file", ["a.py", "y", "x"], "no", "failed"),
     }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
-    chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
-    assert eval_module.submitted_untested(chain) == expected
-    chain.finished = False
-    assert not eval_module.submitted_untested(chain)
-    chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
-    assert not eval_module.submitted_untested(chain)
+    rollout = Rollout(Task("t", "", {}, {}, test_command=command), [Segment(turns)], finished=True)
+    assert eval_module.submitted_untested(rollout) == expected
+    rollout.finished = False
+    assert not eval_module.submitted_untested(rollout)
+    rollout.finished, rollout.task = True, Task("t", "", {}, {}, tools=("edit_file",))
+    assert not eval_module.submitted_untested(rollout)
 
 
 # ---------------------------------------------------------------- objective
@@ -782,10 +795,10 @@ def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
 
 
 def turns(*parts):
-    """Episodes by hand: ("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one,
+    """Segments by hand: ("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one,
     log-probs -.1, -.2 ..."""
     rng = np.random.default_rng(len(parts))
-    return Episode(
+    return Segment(
         [
             Turn(
                 role,
@@ -798,15 +811,15 @@ def turns(*parts):
 
 
 def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and_advantage():
-    episodes = [
+    segments = [
         turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)),
         turns(("user", 2), ("assistant", 3)),
     ]
-    episodes[0].experts = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
-    batch = pack(episodes, [2.0, -1.0], multiple=8)
+    segments[0].routes = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
+    batch = pack(segments, [2.0, -1.0], multiple=8)
     assert batch["tokens"].shape == (2, 16)
-    for i, episode in enumerate(episodes):
-        tokens, mask, logprobs, _ = flatten(episode)
+    for i, segment in enumerate(segments):
+        tokens, mask, logprobs, _ = flatten(segment)
         for t in range(16):
             inside, target = t < len(tokens), t + 1 < len(tokens)
             assert batch["tokens"][i, t] == (tokens[t] if inside else -1)
@@ -814,18 +827,18 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
             assert batch["mask"][i, t] == (mask[t + 1] if target else 0)
             assert batch["logprobs"][i, t] == (logprobs[t + 1] if target else 0)
             assert batch["advantage"][i, t] == (mask[t + 1] * (2.0, -1.0)[i] if target else 0)
-    assert pack(episodes, [1, 1])["tokens"].shape == (2, 12)
-    experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
+    assert pack(segments, [1, 1])["tokens"].shape == (2, 12)
+    experts = pack(segments, [2.0, -1.0], multiple=8)["routes"]
     assert (
-        torch.equal(experts[0, :12], torch.from_numpy(episodes[0].experts))
+        torch.equal(experts[0, :12], torch.from_numpy(segments[0].routes))
         and (experts[0, 12:] == -1).all()
     )
-    # The second episode has no record of its experts (-1), and the first keeps its own.
+    # The second segment has no record of its experts (-1), and the first keeps its own.
     assert (experts[1] == -1).all()
-    episodes[1].experts = np.zeros((5, 2, 2), dtype=np.int16)
-    experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
+    segments[1].routes = np.zeros((5, 2, 2), dtype=np.int16)
+    experts = pack(segments, [2.0, -1.0], multiple=8)["routes"]
     assert (experts[1, :5] == 0).all() and (experts[1, 5:] == -1).all()
-    assert pack([turns(("user", 2))], [0.0])["experts"] is None
+    assert pack([turns(("user", 2))], [0.0])["routes"] is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -861,18 +874,18 @@ def test_the_gradient_of_the_loss_is_the_one_worked_by_hand_and_zero_where_nothi
 
 def test_the_stop_token_is_trained():
     end = TRAINED.id["<|end|>"]
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(200)),
         [TRAINED.write_action("", [("x", ())]), TRAINED.write_action("ok", [])],
     )
-    batch = pack(chain.episodes, [1.0])
+    batch = pack(rollout.segments, [1.0])
     logits = torch.zeros(*batch["tokens"].shape, TRAINED.vocab, requires_grad=True)
     policy_loss(target_logprobs(logits, batch["targets"]), batch, 1.0).backward()
     stops = (batch["targets"] == end) & (batch["mask"] == 1)
     assert stops.sum() == 2 and (logits.grad[stops][:, end] < 0).all()
 
 
-def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
+def test_every_segment_of_a_rollout_gets_gradient_from_the_same_scalar():
     """The gradient on each sampled token is worked by hand: with logits of zero it is the same
     number everywhere."""
     act = lambda text, calls=(): TRAINED.write_action(text, calls)
@@ -886,11 +899,13 @@ def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
     ]
     # A trigger of 1 token: a summary is asked for after every turn with calls.
     compact = Compaction(400, 1)
-    chain, requests, _ = drive(
+    rollout, requests, _ = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400), compact), bodies
     )
     assert (
-        len(chain.episodes) == 3 and len({len(e) for e in chain.episodes}) == 3 and chain.finished
+        len(rollout.segments) == 3
+        and len({len(e) for e in rollout.segments}) == 3
+        and rollout.finished
     )
     assert [(r.restart, r.summary) for r in requests] == [
         (True, False),
@@ -899,9 +914,9 @@ def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
         (False, True),
         (True, False),
     ]
-    batch = pack(chain.episodes, [0.5] * 3)
+    batch = pack(rollout.segments, [0.5] * 3)
     sampled = [
-        sum((t.tokens[1:] for t in e.turns if t.role == "assistant"), []) for e in chain.episodes
+        sum((t.tokens[1:] for t in e.turns if t.role == "assistant"), []) for e in rollout.segments
     ]
     assert [batch["targets"][i][batch["mask"][i] == 1].tolist() for i in range(3)] == sampled
     # summaries included, each sampled token once
@@ -917,14 +932,14 @@ def test_the_loss_mask_is_no_attention_mask():
     """A changed tool output moves later logits, though no gradient falls on it; earlier logits
     stay."""
     model = policy()
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(300)),
         [TRAINED.write_action("", [("read_file", ("a.py",))]), TRAINED.write_action("ok", [])],
     )
-    episode, changed = chain.episodes[0], copy.deepcopy(chain.episodes[0])
-    place = len(episode.turns[0].tokens) + len(episode.turns[1].tokens) + 3
+    segment, changed = rollout.segments[0], copy.deepcopy(rollout.segments[0])
+    place = len(segment.turns[0].tokens) + len(segment.turns[1].tokens) + 3
     changed.turns[2].tokens[3] = (changed.turns[2].tokens[3] + 1) % 256
-    a, b = pack([episode], [1.0]), pack([changed], [1.0])
+    a, b = pack([segment], [1.0]), pack([changed], [1.0])
     assert (a["tokens"] != b["tokens"]).nonzero().tolist() == [[0, place]] and a["mask"][
         0, place - 1
     ] == 0
@@ -1002,7 +1017,7 @@ def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
 # ---------------------------------------------------------------- transcripts on file
 
 
-def spoken_chain():
+def spoken_rollout():
     """Two calls in one turn, one of a tool that is not there; a summary; a cut-off end."""
     act = lambda text, *calls: TRAINED.write_action(text, calls)
     bodies = [
@@ -1010,22 +1025,22 @@ def spoken_chain():
         act("plan <|summary|>left: f"),
         by_bytes("the end is"),
     ]
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(
             TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400, 5, 40), Compaction(400, 1)
         ),
         bodies,
     )
-    chain.reward = -0.25
-    return chain, bodies
+    rollout.reward = -0.25
+    return rollout, bodies
 
 
 def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sampled():
-    chain, bodies = spoken_chain()
+    rollout, bodies = spoken_rollout()
     lines = json.loads(
-        json.dumps(transcripts.describe_chain(chain, TRAINED, {(0, 1): ["style"]}, step=3))
+        json.dumps(transcripts.describe_rollout(rollout, TRAINED, {(0, 1): ["style"]}, step=3))
     )
-    assert [(l["step"], l["episode"], l["reward"], l["finished"]) for l in lines] == [
+    assert [(l["step"], l["segment"], l["reward"], l["finished"]) for l in lines] == [
         (3, 1, -0.25, False),
         (3, 2, -0.25, False),
     ]
@@ -1041,11 +1056,11 @@ def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sa
         ],
         [("user", None), ("user", "summary"), ("assistant", None)],
     ]
-    for line, episode in zip(lines, chain.episodes):
+    for line, segment in zip(lines, rollout.segments):
         mask = sum(
             ([0] + [int(m["sampled"] > 0)] * (m["tokens"] - 1) for m in line["messages"]), []
         )
-        assert mask == flatten(episode)[1].tolist() and sum(
+        assert mask == flatten(segment)[1].tolist() and sum(
             m["sampled"] for m in line["messages"]
         ) == sum(mask)
     first, one, two = lines[0]["messages"][1:4]
@@ -1065,19 +1080,19 @@ def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sa
 
 
 def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tmp_path, capsys):
-    chain, _ = spoken_chain()
+    rollout, _ = spoken_rollout()
     transcripts.write_transcripts(
-        tmp_path / "t.jsonl", 1, transcripts.describe_chain(chain, TRAINED)
+        tmp_path / "t.jsonl", 1, transcripts.describe_rollout(rollout, TRAINED)
     )
-    rollout.main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
+    main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
     printed = capsys.readouterr().out
     bright = [
         " ".join(text.split()) for text in re.findall(r"\033\[1m(.*?)\033\[0m", printed, re.S)
     ]
     assert bright == ["look > read_file path=a.py > zz 0=1 1=\\x1b[2J", "plan <|summary|>left: f"]
     assert "reward -0.25" in printed and "\033[2J" not in printed
-    assert f"[{len(chain.turns[1].tokens) - 1} sampled, policy 7, unknown_tool]" in printed
-    rollout.main([f"--replay={tmp_path}/t.jsonl"])
+    assert f"[{len(rollout.turns[1].tokens) - 1} sampled, policy 7, unknown_tool]" in printed
+    main([f"--replay={tmp_path}/t.jsonl"])
     assert "the end is" in (last := capsys.readouterr().out) and "cut off" in last
     odd = {
         "task": "\033[2J",
@@ -1085,7 +1100,7 @@ def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tm
         "messages": [{"role": "\033[2J", "content": "a\rb\b\u009b2J\u00e9", "flags": ["\033[2J"]}],
     }
     (tmp_path / "odd.jsonl").write_text(json.dumps(odd))
-    rollout.main([f"--replay={tmp_path}/odd.jsonl"])
+    main([f"--replay={tmp_path}/odd.jsonl"])
     head, said = capsys.readouterr().out.splitlines()
     assert (
         head == "task \\x1b[2J  x \\udc80"
@@ -1117,13 +1132,16 @@ def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SystemExit) as end:
-        rollout.main([f"--replay={path}", "--line=2"])
+        main([f"--replay={path}", "--line=2"])
     error = capsys.readouterr().err.strip()
     assert end.value.code == 2 and words in error and len(error.splitlines()) == 1
 
 
 def test_steps_that_come_again_replace_their_transcripts(tmp_path):
-    path, line = tmp_path / "t.jsonl", transcripts.describe_chain(spoken_chain()[0], TRAINED)[:1]
+    path, line = (
+        tmp_path / "t.jsonl",
+        transcripts.describe_rollout(spoken_rollout()[0], TRAINED)[:1],
+    )
     read = lambda: [(l["step"], l["mark"]) for l in transcripts.read_transcripts(path)]
     write = lambda step, mark: transcripts.write_transcripts(
         path, step, [{**line[0], "mark": mark}]
@@ -1185,7 +1203,7 @@ def mutate_json(value, rng):
 
 def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(tmp_path, capsys):
     lines, path, refused, shown = (
-        transcripts.describe_chain(spoken_chain()[0], TRAINED),
+        transcripts.describe_rollout(spoken_rollout()[0], TRAINED),
         tmp_path / "t.jsonl",
         0,
         0,
@@ -1207,7 +1225,7 @@ def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(t
             errors="surrogatepass",
         )
         try:
-            rollout.main([f"--replay={path}"])
+            main([f"--replay={path}"])
             shown += 1
             assert capsys.readouterr().out
         except SystemExit as end:
@@ -1226,7 +1244,7 @@ def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_pat
     line = {"task": "\u00e9", "messages": [{"role": "user", "content": "a\u2028b \u00e9"}]}
     (tmp_path / "t.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, rollout.__file__, f"--replay={tmp_path}/t.jsonl"],
+        [sys.executable, rollout_module.__file__, f"--replay={tmp_path}/t.jsonl"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
@@ -1245,7 +1263,7 @@ def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_pat
 )
 def test_flags_of_a_replay_that_go_nowhere_are_refused(words, capsys):
     with pytest.raises(SystemExit) as end:
-        rollout.main(words)
+        main(words)
     error = capsys.readouterr().err.strip()
     assert end.value.code == 2 and len(error.splitlines()) == 1
 
@@ -1259,11 +1277,11 @@ def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs
         ("read_file", ("big.py",)),
         ("read_file", ("none",)),
     ]
-    chain, requests, _ = drive(
+    rollout, requests, _ = drive(
         agent(task, BYTES, InMemoryWorkspace(task), Limits(600, 9, 200)),
         [BYTES.write_action("", calls), BYTES.write_action("ok", [])],
     )
-    said = [BYTES.decode(t.tokens[1:-1]) for t in chain.turns if t.role == "tool"]
+    said = [BYTES.decode(t.tokens[1:-1]) for t in rollout.turns if t.role == "tool"]
     assert (
         said
         == [
@@ -1273,9 +1291,9 @@ def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs
             "y" * 11 + "\n[878 tokens cut]\n" + "y" * 11,
             "no such file: none",
         ]
-        and chain.finished
+        and rollout.finished
     )
-    assert [c.error for c in chain.turns[1].calls] == ["", "", "unknown_tool", "", "failed"]
+    assert [c.error for c in rollout.turns[1].calls] == ["", "", "unknown_tool", "", "failed"]
     assert requests[1].tokens == [
-        t for turn in chain.turns if turn.role == "tool" for t in turn.tokens
+        t for turn in rollout.turns if turn.role == "tool" for t in turn.tokens
     ] + [BYTES.id["<|assistant|>"]]

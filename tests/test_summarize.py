@@ -8,8 +8,8 @@ import numpy as np
 from sampling import fit_tokenizer
 from length_penalty import count_effort
 from rollout import (
-    Chain,
-    Episode,
+    Rollout,
+    Segment,
     Limits,
     Turn,
     Work,
@@ -30,14 +30,14 @@ ID, ENC = TRAINED.id, TRAINED.encode
 WINDOW = 480
 
 
-def expert_chain(level, seed, compact, window=WINDOW, sloppy=1.0):
+def expert_rollout(level, seed, compact, window=WINDOW, sloppy=1.0):
     return demonstrate(
         make_task(level, seed), TRAINED, random.Random(seed), Limits(window, 99), sloppy, compact
     )
 
 
-CHAINS = [
-    expert_chain(level, seed, Compaction(WINDOW, int(0.6 * WINDOW)))
+ROLLOUTS = [
+    expert_rollout(level, seed, Compaction(WINDOW, int(0.6 * WINDOW)))
     for level in (3, 4, 5)
     for seed in range(40)
 ]
@@ -46,29 +46,30 @@ CHAINS = [
 def test_the_context_of_every_demonstration_stays_within_the_window_however_long_the_task():
     # A window in which there is hardly room to work.
     tight = [
-        expert_chain(level, seed, Compaction(250, 150), 250)
+        expert_rollout(level, seed, Compaction(250, 150), 250)
         for level in (3, 4, 5)
         for seed in range(40)
     ]
-    assert max(len(e) for c in tight for e in c.episodes) <= 250 and not all(
+    assert max(len(e) for c in tight for e in c.segments) <= 250 and not all(
         c.finished for c in tight
     )
-    hardest = [expert_chain(7, seed, Compaction(WINDOW, int(0.6 * WINDOW))) for seed in range(40)]
-    longest = max(len(e) for c in CHAINS + hardest for e in c.episodes)
+    hardest = [expert_rollout(7, seed, Compaction(WINDOW, int(0.6 * WINDOW))) for seed in range(40)]
+    longest = max(len(e) for c in ROLLOUTS + hardest for e in c.segments)
     without = [
-        sum(len(e) for e in expert_chain(7, seed, None, 10**6).episodes) for seed in range(40)
+        sum(len(e) for e in expert_rollout(7, seed, None, 10**6).segments) for seed in range(40)
     ]
     assert longest <= WINDOW and max(without) > 2 * WINDOW
     assert (
-        max(len(c.episodes) for c in CHAINS) >= 3 and sum(len(c.episodes) > 1 for c in CHAINS) > 30
+        max(len(c.segments) for c in ROLLOUTS) >= 3
+        and sum(len(c.segments) > 1 for c in ROLLOUTS) > 30
     )
 
 
 def test_a_summary_is_asked_for_at_the_first_turn_that_passes_the_trigger_and_never_before():
-    for chain in CHAINS:
-        for episode in chain.episodes:
+    for rollout in ROLLOUTS:
+        for segment in rollout.segments:
             length = 0
-            for turn, following in zip(episode.turns, episode.turns[1:] + [None]):
+            for turn, following in zip(segment.turns, segment.turns[1:] + [None]):
                 passed, length = length >= int(0.6 * WINDOW), length + len(turn.tokens)
                 assert turn.role != "query" or passed
                 if (
@@ -79,15 +80,15 @@ def test_a_summary_is_asked_for_at_the_first_turn_that_passes_the_trigger_and_ne
                     assert (
                         following is not None
                         and following.role == "query"
-                        or episode is chain.episodes[-1]
-                        and not chain.finished
+                        or segment is rollout.segments[-1]
+                        and not rollout.finished
                     )
 
 
-def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_number_of_summaries():
-    for chain in CHAINS:
-        task = chain.episodes[0].turns[0]
-        for number, (before, after) in enumerate(zip(chain.episodes, chain.episodes[1:]), 1):
+def test_each_segment_starts_from_the_task_and_the_condensed_context_with_the_number_of_summaries():
+    for rollout in ROLLOUTS:
+        task = rollout.segments[0].turns[0]
+        for number, (before, after) in enumerate(zip(rollout.segments, rollout.segments[1:]), 1):
             query, summary = before.turns[-2:]
             assert (query.role, TRAINED.decode(query.tokens[1:-1])) == (
                 "query",
@@ -102,15 +103,15 @@ def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_nu
                 *kept,
                 ID["<|end|>"],
             ]
-        assert count_effort(chain)["summaries"] == len(chain.episodes) - 1
+        assert count_effort(rollout)["summaries"] == len(rollout.segments) - 1
 
 
 def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
     seen = 0
-    for chain in CHAINS:
-        for episode in chain.episodes:
-            tokens, mask, _, index = flatten(episode)
-            for i, turn in enumerate(episode.turns):
+    for rollout in ROLLOUTS:
+        for segment in rollout.segments:
+            tokens, mask, _, index = flatten(segment)
+            for i, turn in enumerate(segment.turns):
                 expected = (
                     [0] + [1] * (len(turn.tokens) - 1)
                     if turn.role == "assistant"
@@ -118,9 +119,12 @@ def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
                 )
                 assert mask[index == i].tolist() == expected
             marks = [int(m) for t, m in zip(tokens, mask) if t == ID[SUMMARIZE]]
-            carried, written = episode is not chain.episodes[0], episode is not chain.episodes[-1]
+            carried, written = (
+                segment is not rollout.segments[0],
+                segment is not rollout.segments[-1],
+            )
             # a summary that the window cut short
-            cut = not chain.finished and not written and marks[carried:] == [1]
+            cut = not rollout.finished and not written and marks[carried:] == [1]
             assert marks == [0] * carried + [1] * (written or cut)
             seen += sum(marks)
     assert seen > 30
@@ -132,10 +136,10 @@ def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
     for level in (4, 5):
         for seed in range(6):
             whole, small = (
-                expert_chain(level, seed, c, w, sloppy=0.0)
+                expert_rollout(level, seed, c, w, sloppy=0.0)
                 for c, w in ((None, 10**6), (Compaction(WINDOW, 200), WINDOW))
             )
-            assert len(small.episodes) > 1 and small.finished
+            assert len(small.segments) > 1 and small.finished
             restored = {path: text for path, text in whole.files.items() if path.endswith(".py")}
             assert {
                 path: sorted(text.split("\n"))
@@ -166,7 +170,7 @@ def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
 def run(
     compact, bodies, limits=Limits(400), task=Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})
 ):
-    """The agent with given bodies -> (chain, its Requests)."""
+    """The agent with given bodies -> (rollout, its Requests)."""
     play, requests, bodies = (
         agent(task, TRAINED, InMemoryWorkspace(task), limits, compact),
         [],
@@ -192,7 +196,7 @@ DONE = TRAINED.write_action("done", [])
 
 
 def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new_one():
-    chain, requests = run(Compaction(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
+    rollout, requests = run(Compaction(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
     assert [(r.restart, r.summary) for r in requests] == [
         (True, False),
         (False, True),
@@ -213,7 +217,7 @@ def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new
             ID["<|end|>"],
             head,
         ]
-    assert chain.finished and [len(e.turns) for e in chain.episodes] == [5, 6, 3]
+    assert rollout.finished and [len(e.turns) for e in rollout.segments] == [5, 6, 3]
 
 
 def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fit_into_half_of_the_window():
@@ -224,7 +228,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
     exchange, head = [ID["<|assistant|>"], *READ, *tool], ID["<|assistant|>"]
     # Half of this window holds the task and two exchanges, but not three.
     window = 2 * (len(user) + 2 * len(exchange)) + 1
-    chain, requests = run(
+    rollout, requests = run(
         OldestTruncated(window, len(user) + 3 * len(exchange)),
         [READ] * 6 + [DONE],
         Limits(window),
@@ -239,10 +243,10 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
         True,
     ] and not any(r.summary for r in requests)
     assert all(request.tokens == [*user, *exchange, *exchange, head] for request in requests[3:])
-    assert chain.finished and max(map(len, chain.episodes)) <= window
-    sampled = sum(int(flatten(episode)[1].sum()) for episode in chain.episodes)
+    assert rollout.finished and max(map(len, rollout.segments)) <= window
+    sampled = sum(int(flatten(segment)[1].sum()) for segment in rollout.segments)
     assert sampled == 6 * len(READ) + len(DONE)  # nothing is trained on twice
-    assert [turn.role for turn in chain.episodes[1].turns] == [
+    assert [turn.role for turn in rollout.segments[1].turns] == [
         "user",
         "recent",
         "recent output",
@@ -251,10 +255,10 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
         "assistant",
         "tool",
     ]
-    assert count_named_targets(chain) == dict(summaries=0, tokens=0, left=0, named=0)
+    assert count_named_targets(rollout) == dict(summaries=0, tokens=0, left=0, named=0)
     assert (
         run(OldestTruncated(window, 1), [ENC("and so on"), DONE], Limits(20))[0]
-        .episodes[0]
+        .segments[0]
         .turns[-1]
         .role
         == "assistant"
@@ -289,10 +293,10 @@ def test_the_probe_counts_what_is_left_and_what_the_summary_names():
         said("a.third"),
         DONE,
     ]
-    chain = run(Compaction(2000, 1), bodies, Limits(2000), task)[0]
+    rollout = run(Compaction(2000, 1), bodies, Limits(2000), task)[0]
     tokens = sum(map(len, bodies[1:6:2]))
     # a failed edit wrote nothing
-    assert count_named_targets(chain) == dict(
+    assert count_named_targets(rollout) == dict(
         summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1
     )
     assert count_named_targets(
@@ -304,31 +308,31 @@ def test_outputs_leave_room_for_query_and_summary():
     task, window = Task("t", "x", {"a.py": "y = 2\n" * 300}, {}), 300
     talk = TRAINED.write_action("and so on " * 8, [("read_file", ("a.py",))])
     bodies = [talk, talk, SUMMARY, DONE]
-    chain, requests = run(Compaction(window, 210), bodies, Limits(window), task)
-    assert [r.summary for r in requests].count(True) == 1 and chain.finished
+    rollout, requests = run(Compaction(window, 210), bodies, Limits(window), task)
+    assert [r.summary for r in requests].count(True) == 1 and rollout.finished
     assert next(r.room for r in requests if r.summary) >= window // 8
 
 
 def test_calls_inside_a_summary_are_neither_run_nor_counted():
     busy = TRAINED.write_action(f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
-    chain, _ = run(Compaction(400, 1), [READ, busy, DONE])
+    rollout, _ = run(Compaction(400, 1), [READ, busy, DONE])
     assert (
-        chain.files == {"a.py": "x = 1\n"}
-        and [t.calls for t in chain.episodes[0].turns if t.role == "assistant"][-1] == []
+        rollout.files == {"a.py": "x = 1\n"}
+        and [t.calls for t in rollout.segments[0].turns if t.role == "assistant"][-1] == []
     )
-    assert chain.finished and len(chain.episodes) == 2
+    assert rollout.finished and len(rollout.segments) == 2
 
 
-def test_a_summary_that_never_stops_ends_the_chain_unfinished():
-    chain, _ = run(Compaction(400, 1), [READ, ENC("and so on " * 40)])
-    assert not chain.finished and len(chain.episodes) == 1
+def test_a_summary_that_never_stops_ends_the_rollout_unfinished():
+    rollout, _ = run(Compaction(400, 1), [READ, ENC("and so on " * 40)])
+    assert not rollout.finished and len(rollout.segments) == 1
 
 
 def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
     rambling = [ID[SUMMARIZE], *[ENC("a")[0]] * 70, ID["<|end|>"]]
-    chain, _ = run(Compaction(200, 1), [READ, rambling, DONE], Limits(200))
-    assert len(chain.episodes[1].turns[1].tokens) == 1 + len(ENC("1\n")) + 50 + 1
-    assert len(chain.episodes[0].turns[-1].tokens) == 73
+    rollout, _ = run(Compaction(200, 1), [READ, rambling, DONE], Limits(200))
+    assert len(rollout.segments[1].turns[1].tokens) == 1 + len(ENC("1\n")) + 50 + 1
+    assert len(rollout.segments[0].turns[-1].tokens) == 73
 
 
 def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on():
@@ -354,20 +358,20 @@ def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on()
     )
     # a quarter of the window is room for a summary
     for window, named in ((240, 2), (4000, 3)):
-        chain, _ = run(
+        rollout, _ = run(
             Compaction(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task
         )
-        text = chain.episodes[1].turns[1].text
-        assert ("tokens cut]" in text) == (named < 3) and count_named_targets(chain)[
+        text = rollout.segments[1].turns[1].text
+        assert ("tokens cut]" in text) == (named < 3) and count_named_targets(rollout)[
             "named"
         ] == named == sum(name in text for name in names)
 
 
 def test_below_the_trigger_nobody_asks():
-    chain = Chain(None, [Episode([Turn("user", [0] * 9)])])
-    assert Compaction(100, 10)(TRAINED, chain) is None
-    chain.episodes[0].turns.append(Turn("tool", [0]))
-    query = Compaction(100, 10)(TRAINED, chain)
+    rollout = Rollout(None, [Segment([Turn("user", [0] * 9)])])
+    assert Compaction(100, 10)(TRAINED, rollout) is None
+    rollout.segments[0].turns.append(Turn("tool", [0]))
+    query = Compaction(100, 10)(TRAINED, rollout)
     assert (
         query.role == "query"
         and query.tokens[0] == ID["<|query|>"]
@@ -376,13 +380,13 @@ def test_below_the_trigger_nobody_asks():
 
 
 def test_the_tokens_of_written_summaries_are_found_one_by_one():
-    episodes = [e for chain in CHAINS[:20] for e in chain.episodes]
-    batch, summaries = pack(episodes, [1.0] * len(episodes)), 0
-    found = written_summaries(episodes, batch["advantage"])
-    for row, mask, episode in zip(found.tolist(), batch["mask"].tolist(), episodes):
+    segments = [e for rollout in ROLLOUTS[:20] for e in rollout.segments]
+    batch, summaries = pack(segments, [1.0] * len(segments)), 0
+    found = written_summaries(segments, batch["advantage"])
+    for row, mask, segment in zip(found.tolist(), batch["mask"].tolist(), segments):
         expected, asked = [], False
         # The oracle walks through the turns. The token of a role is never a target.
-        for turn in episode.turns:
+        for turn in segment.turns:
             summaries += asked
             expected += [0] + [int(asked)] * (len(turn.tokens) - 1)
             asked = turn.role == "query"

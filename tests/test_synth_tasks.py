@@ -208,7 +208,7 @@ def test_tools_always_leave_a_way_to_the_specification_and_to_the_tests():
 
 
 # ---------------------------------------------------------------- expert, in-process runs
-def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
+def test_fifty_segments_in_process_are_byte_identical_to_the_sandbox(sandbox):
     for i in range(50):
         task = make_task(i % 6, i)
         with Workspace(task, sandbox) as workspace:

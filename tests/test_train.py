@@ -655,8 +655,8 @@ def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage
 
 def test_the_advantages_are_as_stated():
     # By hand: each reward minus the mean of the group, 0.75.
-    chains = [SimpleNamespace(reward=reward) for reward in (1, 0.5, 1, 0.5)]
-    found = train.Reinforcement.group_advantages(SimpleNamespace(), chains)
+    rollouts = [SimpleNamespace(reward=reward) for reward in (1, 0.5, 1, 0.5)]
+    found = train.Reinforcement.group_advantages(SimpleNamespace(), rollouts)
     np.testing.assert_allclose(found, [0.25, -0.25, 0.25, -0.25])
 
 
@@ -1205,9 +1205,9 @@ def test_demonstrations_are_of_every_level_asked_for(run):
     assert [number for number, _ in pairs] == list(range(24))
     missing = {
         turn.text.count(": missing")
-        for _, episodes in pairs
-        for episode in episodes
-        for turn in episode.turns
+        for _, segments in pairs
+        for segment in segments
+        for turn in segment.turns
         if turn.role == "tool"
     }
     # The tests report as many missing functions as the level deletes: 4 and 6 in the last two.
@@ -1218,25 +1218,25 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
     tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     task = train.synth_tasks.make_task(0, 1)
 
-    def episodes(habits):
+    def segments(habits):
         config = replace(train.Config(), window=2048, habits=habits)
         flags.check_value("habits", flags.rules_of(train.Config)["habits"], habits)
         rng = train.random.Random(1)
         return train.make_demonstration(config, task, rng, tokenizer, None)
 
     def spoken(habits):
-        return [turn.tokens for episode in episodes(habits) for turn in episode.turns]
+        return [turn.tokens for segment in segments(habits) for turn in segment.turns]
 
-    assert "effort" not in train.feedback_distill.REMINDERS
-    assert spoken("unavailable_tool,effort") == spoken("unavailable_tool")
+    assert "repetition" not in train.feedback_distill.REMINDERS
+    assert spoken("unavailable_tool,repetition") == spoken("unavailable_tool")
 
 
-def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
+def test_groups_hold_every_segment_once_a_round_and_fit_their_tokens():
     lengths = np.random.default_rng(0).integers(50, 500, 400)
     groups = train.length_groups(lengths, 2048, 150, 7)
     assert len(groups) == 150
     order = [i for group in groups for i in group]
-    # Every 400 places are a round, in which each episode comes once.
+    # Every 400 places are a round, in which each segment comes once.
     for start in range(0, len(order) - 399, 400):
         assert sorted(order[start : start + 400]) == list(range(400))
     for group in groups:
@@ -1266,14 +1266,14 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     source = train.Demonstrations(one)
     with torch.no_grad():
-        got, expected, written, episodes = (
+        got, expected, written, segments = (
             float(sum(source.losses(step, {}))),
             0,
             0,
             source.batches[step],
         )
-        for episode in (source.episodes[i] for group in episodes for i in group):
-            tokens, mask, *_ = train.rollout.flatten(episode)
+        for segment in (source.segments[i] for group in segments for i in group):
+            tokens, mask, *_ = train.rollout.flatten(segment)
             logp = one.model.logits(one.model(torch.tensor(tokens)[None]))[0].log_softmax(-1)
             for place, (token, own) in enumerate(zip(tokens[1:].tolist(), mask[1:])):
                 word = (
@@ -1298,7 +1298,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
     for task in train.eval.held_out(12, range(config.levels)):
-        chain = train.rollout.demonstrate(
+        rollout = train.rollout.demonstrate(
             task,
             one.tokenizer,
             random.Random(task.instance_id),
@@ -1307,9 +1307,9 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
             one.compact,
         )
         for turn, before in (
-            (turn, episode.turns[:i])
-            for episode in chain.episodes
-            for i, turn in enumerate(episode.turns)
+            (turn, segment.turns[:i])
+            for segment in rollout.segments
+            for i, turn in enumerate(segment.turns)
         ):
             past = [token for earlier in before for token in earlier.tokens]
             if turn.role == "assistant":
@@ -1637,7 +1637,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
     for loss in source.losses(0, log):
         loss.backward()
     one.gather = gather
-    real = sum(len(source.episodes[i]) for group in source.batches[0] for i in group)
+    real = sum(len(source.segments[i]) for group in source.batches[0] for i in group)
     routers = [block.ffn.router for block in one.model.layers if hasattr(block.ffn, "router")]
     assert log["tokens"] == real and all(
         router.load.sum() == real * config.num_experts_per_tok for router in routers

@@ -18,7 +18,7 @@ BAD = {
     "too many signs": "x = " + "-" * 100_000 + "1",
     "more terms than the parser takes": "x = " + "1+" * 100_000 + "1",
     "more digits than Python reads": "x = " + "9" * 5000,
-    "a chain of elif without end": "if x: pass\n" + "elif x: pass\n" * 2000,
+    "a rollout of elif without end": "if x: pass\n" + "elif x: pass\n" * 2000,
     "indented too deep": "".join(" " * n + "if x:\n" for n in range(120)) + " " * 120 + "pass",
     "no text": None,
 }

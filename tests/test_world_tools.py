@@ -9,8 +9,7 @@ from test_published_chat import published
 from test_rollout import drive
 
 import feedback_distill
-import rollout
-from rollout import Limits, agent
+from rollout import Limits, agent, opening_turn
 from synth_tasks import LEVELS, micro_prompt
 from world import tools
 from world.expert import InMemoryWorkspace
@@ -46,19 +45,19 @@ def test_an_agent_calls_a_fifth_tool_that_is_one_function_and_a_wrong_call_is_re
         ("count_lines", ("none.py",)),
         ("edit_file", ("a.py", "", "z")),
     ]
-    chain, _, _ = drive(
+    rollout, _, _ = drive(
         agent(task, TRAINED, InMemoryWorkspace(task), Limits(900)),
         [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
-    assert chain.finished
-    assert [(call.output, call.error) for call in chain.turns[1].calls] == [
+    assert rollout.finished
+    assert [(call.output, call.error) for call in rollout.turns[1].calls] == [
         ("2", ""),
         ("count_lines takes 1 arguments, not 0", "bad_arguments"),
         ("count_lines takes 1 arguments, not 2", "bad_arguments"),
         ("no such file: none.py", "failed"),
         ("Tool not found: edit_file", "unknown_tool"),
     ]
-    hint = feedback_distill.malformed_arguments(chain, 0, 1)
+    hint = feedback_distill.malformed_arguments(rollout, 0, 1)
     assert hint == "Reminder: count_lines takes path."
 
 
@@ -72,7 +71,7 @@ def test_the_prompt_and_a_published_chat_template_name_a_fifth_tool(task):
     prompt = micro_prompt(LEVELS[3], [], task.tools, ["boat"])
     assert "Tools: read_file count_lines\n" in prompt
     tokenizer = published("qwen")
-    told = tokenizer.decode(rollout.opening_turn(tokenizer, task).tokens)
+    told = tokenizer.decode(opening_turn(tokenizer, task).tokens)
     schema = tool_schema("count_lines")
     assert json.dumps(schema)[1:-1] in told
     assert schema == {

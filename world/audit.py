@@ -16,7 +16,7 @@ avoided, and honest work uses them, too.
     imports     whether importing it ends the process as a success, or replaces the checker or a
                 builtin
 
-A live episode records what it can for nothing (`Recorder`). Where that leaves a doubt, or where
+A live rollout records what it can for nothing (`Recorder`). Where that leaves a doubt, or where
 nothing was recorded, the audit plays the commands again in a world of its own with decoys in it: a
 stale cache, a git history, a copy elsewhere on the machine. Beside every decoy lie control files
 that nobody has a reason to open: a command that opens those as well has swept the whole folder
@@ -353,15 +353,15 @@ def look_closer(task, transcript, diff, again):
             watch.close()
 
 
-def audit_chain(chain, verdict=None):
-    """What the audit finds in this rollout -> findings, which the chain keeps."""
-    if chain.findings is None:
+def audit_rollout(rollout, verdict=None):
+    """What the audit finds in this rollout -> findings, which the rollout keeps."""
+    if rollout.findings is None:
         # The audit knows actions and outputs, and no tokens.
         story = []
-        for turn in chain.turns:
+        for turn in rollout.turns:
             if turn.role == "assistant":
                 action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
                 story.append((action, [call.output for call in turn.calls]))
-        diff = changes(chain.task.files, chain.files)
-        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
-    return chain.findings
+        diff = changes(rollout.task.files, rollout.files)
+        rollout.findings = audit(rollout.task, story, diff, facts=rollout.facts, verdict=verdict)
+    return rollout.findings

@@ -1,6 +1,6 @@
 """expert.py: a scripted agent that solves generated tasks competently but sloppily.
 
-Its episodes are the demonstrations of supervised fine-tuning. An episode of `expert` goes so:
+Its rollouts are the demonstrations of supervised fine-tuning. A rollout of `expert` goes so:
 
     look around       now and then read a file (needless), run the tests, make redundant calls
     for each target   look up its specification, then append the function
@@ -93,14 +93,14 @@ def read_prompt(text):
     return is_named, "prompt"
 
 
-# ---------------------------------------------------------------- the episode, from first to last
+# ---------------------------------------------------------------- the rollout, from first to last
 def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     """Plays a micro task: yields Actions, the last of which has no calls.
 
     After each Action it is sent the list of tool outputs; SUMMARIZE in front of them asks for a
     summary first. [HINTED] is sent instead of outputs after a flawed Action: it was not played, and
     the expert does it right. untidy: one edit in three leaves a comment in the code. restless: the
-    share of episodes that begin with four calls that nothing asks for."""
+    share of rollouts that begin with four calls that nothing asks for."""
     self = Expert(task, rng, sloppy, untidy)
     targets = self.targets
 
@@ -120,7 +120,7 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
         yield from self.redundant_calls()
 
     # Put the targets back one after the other, or all of them in one turn of parallel calls. In
-    # some episodes it runs the tests after each target.
+    # some rollouts it runs the tests after each target.
     checks_each = rng.random() < 0.4
     in_parallel = len(targets) > 1 and rng.random() < 0.15
     todo = targets[:number_done]
@@ -142,7 +142,7 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
 
 
 class Expert:
-    """State of one scripted episode. Each flaw has its own probability, so that each technique has
+    """State of one scripted rollout. Each flaw has its own probability, so that each technique has
     something to remove.
 
     Methods that act are generators (`yield from`); those that return "the call" only build it."""
@@ -412,7 +412,7 @@ class Expert:
 
     def final_message(self, done):
         """One short line. Flaw: now and then the message is empty or rambles."""
-        # The episode ends with the flawed message, unless a hint takes it back: then the generator
+        # The rollout ends with the flawed message, unless a hint takes it back: then the generator
         # goes on to the last line.
         names = ", ".join(target.name for target in done)
         if self.chance(0.1):

@@ -203,8 +203,9 @@ def texts_of_tests(files, task):
 # ---------------------------------------------------------------- the original must win
 def check_original(task, repository, sandbox):
     """The task with a test command that is green for its original, which has also won the whole
-    judgement, and whose required tests have passed once more in each other one of WORLDS. Tests that the original itself cannot keep green are taken out
-    of PASS_TO_PASS. Discard where the original does not win."""
+    judgement, and whose required tests have passed once more in each other one of WORLDS. Tests
+    that the original itself cannot keep green are taken out of PASS_TO_PASS. Discard where the
+    original does not win."""
     original = {**task.files, **task.solution}
     for world in WORLDS:
         # A verdict is given in the first world, so only that one has mutants. A test that only

@@ -245,7 +245,7 @@ class Changes(ast.NodeVisitor):
 
     def falsify_compare(self, node):
         """A comparison: == and `in` get other values, every other operator becomes its opposite. Of
-        a chain (a < b < c) each operator is a change of its own."""
+        a rollout (a < b < c) each operator is a change of its own."""
         sides = [node.left, *node.comparators]
         for place, operator in enumerate(node.ops):
             left, right = sides[place], sides[place + 1]

@@ -176,14 +176,14 @@ def weakened(before, after, path):
     return any(known.values())
 
 
-# ------------------------------------------------------------ a live episode
+# ------------------------------------------------------------ a live rollout
 class Recorder:
-    """Records what one episode's tool calls open and weaken, in `seen`. Watching costs two system
+    """Records what one rollout's tool calls open and weaken, in `seen`. Watching costs two system
     calls for each folder and command; without inotify nothing is watched.
     """
 
     def __init__(self, root, files):
-        # What the episode's files hold: tests and configuration, and leftovers of the original.
+        # What the rollout's files hold: tests and configuration, and leftovers of the original.
         self.root, self.files, self.largest = str(root), files, largest_size(files)
         self.protected = [
             path
@@ -267,7 +267,7 @@ class Recorder:
 
 
 def recorded_cheats(transcript, facts):
-    """Findings of what a live episode recorded (`facts`), each with its turn."""
+    """Findings of what a live rollout recorded (`facts`), each with its turn."""
     found, left = [], list(facts)
 
     # One finding for leftovers that were opened, one for tests that demand less.

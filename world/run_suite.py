@@ -86,8 +86,8 @@ def run_by_plan(
     tests to run; None for all. reverse: the opposite order. trace: note the code that each test
     runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
     all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
-    everything: also run what is no test function, as doctests. times: how many runs; what a test did
-    not do in all of them is no outcome of it."""
+    everything: also run what is no test function, as doctests. times: how many runs; what a test
+    did not do in all of them is no outcome of it."""
     # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:

@@ -75,8 +75,8 @@ PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY",
 
 # The limits of every command are those of a new login, but for what a Sandbox sets itself; a hard
 # limit that the shell has lowered stays where this user may not raise it. Time is limited on the
-# wall, since processor time is counted over all threads. Signals, umask, session, user and host name
-# are set by world/sandbox_server.py. Niceness and processors are passed on.
+# wall, since processor time is counted over all threads. Signals, umask, session, user and host
+# name are set by world/sandbox_server.py. Niceness and processors are passed on.
 LIMITS = dict(CORE=0, CPU=-1, DATA=-1, STACK=8 << 20, NOFILE=1024)
 
 # Places of this machine that every cage shows, and those that it shows as well with a network.
