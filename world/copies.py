@@ -62,8 +62,8 @@ def installed_copies(files):
 
 
 def package_texts(files):
-    """{folder of a package, or file of a module: {path below it: text}} of the repository's sources,
-    with the path "" for a module itself."""
+    """{folder of a package, or file of a module: {path below it: text}} of the repository's
+    sources, with the path "" for a module itself."""
     paths, found = set(sources(files)), {}
     for path in paths:
         root, _ = package_root(path, paths)

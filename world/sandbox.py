@@ -266,8 +266,8 @@ class Sandbox:
         if not self.network:
             words.append("--unshare-net")
 
-        # This Python, and the folders above it and above the network's settings. They are made anew:
-        # `mktemp -d` makes a folder that is closed to other users.
+        # This Python, and the folders above it and above the network's settings. They are made
+        # anew: `mktemp -d` makes a folder that is closed to other users.
         mounts, parents = python_places(), set()
         for path in (*NETWORK, *mounts):
             parents.update(str(parent) for parent in Path(path).parents)

@@ -167,8 +167,8 @@ def module_name(path):
 
 # ------------------------------------------------------------ scopes and definitions
 def scope_nodes(scope):
-    """Every node in the scope of a module or class: its statements, those in the arms of if, try and
-    so on included, and what they bind. No order."""
+    """Every node in the scope of a module or class: its statements, those in the arms of if, try
+    and so on included, and what they bind. No order."""
     waiting = [scope]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
@@ -337,8 +337,8 @@ def cut_statements(source, tree, unwanted):
 
 
 def cut_statement(source, node, needs_pass):
-    """The edit that takes a statement away. One that shares its line with other code becomes `pass`,
-    as where a `pass` is needed; any other goes with its line. A definition also takes along its
+    """The edit that takes a statement away. One that shares its line with other code becomes
+    `pass`, as where a `pass` is needed; any other goes with its line. A definition also takes along its
     trailing comments and empty lines."""
     start, end = source.span(node)
     begin, line_end = source.line_start(start), source.line_end(end)
