@@ -338,8 +338,8 @@ def cut_statements(source, tree, unwanted):
 
 def cut_statement(source, node, needs_pass):
     """The edit that takes a statement away. One that shares its line with other code becomes
-    `pass`, as where a `pass` is needed; any other goes with its line. A definition also takes along its
-    trailing comments and empty lines."""
+    `pass`, as where a `pass` is needed; any other goes with its line. A definition also takes along
+    its trailing comments and empty lines."""
     start, end = source.span(node)
     begin, line_end = source.line_start(start), source.line_end(end)
     before, after = source.text[begin:start], source.text[end:line_end].strip()
