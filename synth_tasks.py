@@ -54,12 +54,10 @@ from repositories.features import (
     draw_feature,
     feature_id,
     repository_prompt,
-    statistics_of,
     why_no_feature,
 )
 from world.files import printable, unified
 from repositories.task_checks import (
-    Discard,
     check_collected,
     check_imports,
     check_original,
@@ -79,7 +77,7 @@ from repositories.run_suite import run_suite
 from world.sandbox import Sandbox
 from repositories.cage import repository_sandbox, sandbox_for
 from repositories.source import function_of_test
-from world.task import Action, Refusal, Task
+from world.task import Action, Discard, Refusal, Task
 from repositories.task_file import instance, read_tasks
 from repositories.task_flags import read_flags, refuse_unwritable
 from world.tools import TOOLS
@@ -565,13 +563,12 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),
-            "statistics": statistics_of(repository, chosen, helpers),
             **tree_meta(files),
         },
     )
 
     # 5) A body that anybody could write does not solve it, and the original does.
-    check_trivial_bodies(files, chosen, task, sandbox, patient)
+    check_trivial_bodies(files, chosen, task, patient)
     return check_original(task, repository, patient)
 
 

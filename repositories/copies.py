@@ -15,6 +15,7 @@ How a text is searched for code, whatever its form, is repositories/leftovers.py
 """
 
 import functools
+import importlib.metadata
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from repositories import leftovers
 from repositories.repo_files import sources
+from world.machine import shown_folders
 from world.tree import PROTECTED
 from repositories.source import code_lines, find_test, package_root
 from world.untrusted import FUNCTIONS
@@ -30,114 +32,130 @@ from world.tree import Link
 
 
 def installed_copies(files):
-    """Paths of this machine, visible in a sandbox, that would give an agent the original. It may be
-    installed for this Python or for another, inside another package, or in an archive of packages.
-    Beside a module its bytecode is listed, too.
+    """Paths of this machine, visible in a sandbox, that would give an agent the original.
 
-    In this Python's site-packages a name from the repository's root or from src/ decides, as only
-    one package can have it. Anywhere else half of the names defined have to agree as well: `utils`
-    may be anybody's."""
-    # What the repository defines, under the names by which it can be imported.
-    paths = set(sources(files))
-    by_name = set()
-    # folder of a package, or file of a module -> names that it defines
-    defined = {}
-    for path in paths:
-        root, _ = package_root(path, paths)
-        name = Path(path).relative_to(root or ".").parts[0]
-        if root in ("", "src"):
-            by_name.add(name.removesuffix(".py"))
-        defined.setdefault(name, set()).update(names_defined(files[path]))
-    # every package may have one: the name says nothing
-    defined.pop("__init__.py", None)
+    Two rules. An installed distribution is hidden, whatever its version, if it owns a file that the
+    repository has under the same name. Anywhere else the text decides, since `utils` may be
+    anybody's: a folder, a module or an archive is hidden if it holds most of the same files,
+    another version's included."""
+    packages, found = package_texts(files), set()
 
-    # Installed for this Python: the name decides.
-    found = []
-    for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
-        if not Path(folder).is_dir():
-            continue
-        for place in Path(folder).iterdir():
-            stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
-            if stem in by_name:
-                found.append(place)
+    # 1) Every package has an __init__: it tells two of them apart only where there is nothing else.
+    own = set()
+    for top, texts in packages.items():
+        telling = [path for path in texts if path != "__init__.py"] or texts
+        own |= {f"{top}/{path}" if path else top for path in telling}
+    for folder, paths in installed_files(tuple(sys.path), shown_folders()):
+        if own & paths:
+            found |= {Path(folder, owned_place(path, paths)) for path in paths}
 
-    # Elsewhere on the machine: the names that are defined decide.
-    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
-    for name, place in places(frozenset(defined)):
-        # All Python of the place, and apart from it that of its outermost folder: another version,
-        # or a copied part of the package, may agree there only.
-        texts, outermost = {}, []
-        for path in place.rglob("*.py*") if place.is_dir() else [place]:
-            if path.suffix in (".py", ".pyi") and path.is_file():
-                texts[path] = path.read_text(errors="replace")
-                if not place.is_dir() or path.parent == place:
-                    outermost.append(texts[path])
-
-        # A folder that holds Python itself or its library cannot be hidden.
-        if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), 0.25):
-            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
-                found.append(place)
-    found += [archive for archive in archives() if archive_holds(archive, defined)]
+    # 2) Copies elsewhere: in another package, for another Python, in an archive.
+    for name, place in places(frozenset(packages)):
+        if holds_most(packages[name], place):
+            found.add(place)
+    for archive in machine_index(shown_folders())[""]:
+        if any(holds_most(packages[name], place) for name, place in packed(archive, packages)):
+            found.add(Path(archive))
 
     # What Python has compiled lies beside a module, in a folder that it shares with others.
     for place in [place for place in found if place.suffix == ".py"]:
-        found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
-    return sorted({str(place) for place in found})
+        found |= set(place.parent.glob(f"__pycache__/{place.stem}.*.pyc"))
+    return sorted(map(str, found))
 
 
-def names_defined(text):
-    """Names of all functions and classes, also of a source that does not parse."""
-    return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
-
-
-def same_names(own, texts, share=0.0):
-    """True if `own` and the names that these texts define have more than half of the shorter list
-    in common, and at least `share` of the longer list."""
-    theirs = set().union(*map(names_defined, texts))
-    common = len(theirs & own)
-    shorter, longer = sorted((len(theirs), len(own)))
-    return 2 * common > shorter and common >= share * longer
-
-
-@functools.lru_cache(16)
-def places(names):
-    """(name, place) of every folder or file with one of these names, in what a sandbox shows of
-    this machine."""
-    found = []
-    for top in {"/usr", sys.prefix, sys.base_prefix}:
-        for folder, folders, files in os.walk(top):
-            found += [(name, Path(folder, name)) for name in names & {*folders, *files}]
+def package_texts(files):
+    """{folder of a package, or file of a module: {path below it: text}} of the repository's
+    sources, with the path "" for a module itself."""
+    paths, found = set(sources(files)), {}
+    for path in paths:
+        root, _ = package_root(path, paths)
+        top, _, below = path.removeprefix(f"{root}/" if root else "").partition("/")
+        found.setdefault(top, {})[below] = files[path]
+    found.pop("__init__.py", None)
     return found
 
 
-@functools.lru_cache(1)
-def archives():
-    """Archives of Python packages that a sandbox shows of this machine, for example the wheels of
-    ensurepip."""
+@functools.lru_cache(4)
+def installed_files(search_path, shown):
+    """[(folder, the paths of its files below it)] of every distribution that is installed for this
+    Python (search_path: sys.path) in one of the shown folders. Programs are left out."""
     found = []
-    for top in {"/usr", sys.prefix, sys.base_prefix}:
-        for folder, _, names in os.walk(top):
-            found += [
-                Path(folder, name) for name in names if name.endswith((".whl", ".egg", ".pyz"))
-            ]
+    for one in importlib.metadata.distributions(path=list(search_path)):
+        folder = str(one.locate_file(""))
+        if f"{os.path.realpath(folder)}/".startswith(tuple(f"{top}/" for top in shown)):
+            paths = {str(path) for path in one.files or ()}
+            outside = {path for path in paths if path.startswith(("../", "__pycache__/"))}
+            found.append((folder, paths - outside))
     return found
 
 
-def archive_holds(place, defined):
-    """True if an archive holds a copy of one of these packages or modules, anywhere inside."""
+def owned_place(path, paths):
+    """What to hide of a distribution with these paths for one of them: the outermost folder that
+    belongs to it alone (a package, its metadata), or the file. Others may share any other folder.
+    """
+    parts = path.split("/")
+    for number in range(1, len(parts)):
+        folder = "/".join(parts[:number])
+        if f"{folder}/__init__.py" in paths or folder.endswith((".dist-info", ".egg-info")):
+            return folder
+    return path
+
+
+DEFINITION = re.compile(r"^[ \t]*(?:async )?(?:def|class) \w", re.MULTILINE)
+
+
+def holds_most(texts, place):
+    """True if a place holds most of these files, {path below it: text}, as they are or in another
+    version. Those without a definition (an empty __init__, a version's number) say nothing."""
+    number = copied = 0
+    for path, text in texts.items():
+        if DEFINITION.search(text):
+            number += 1
+            copied += leftovers.is_copy(read_text(place / path if path else place), text)
+    return 2 * copied > number
+
+
+def read_text(place):
+    """The text of a file on disk or in an archive; "" where there is none."""
     try:
-        with zipfile.ZipFile(place) as archive:
-            # Per package the files in its folder, wherever that stands in the archive.
-            members = [member for member in archive.namelist() if member.endswith(".py")]
-            for name, own in defined.items():
-                inside = [member for member in members if name in member.split("/")]
-                texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
-                if texts and same_names(own, texts, 0.25):
-                    return True
-    # An archive that is damaged or encrypted holds nothing that could be read.
+        return place.read_text(encoding="utf-8", errors="replace")
+    except (KeyError, *leftovers.UNREADABLE_ARCHIVE):
+        return ""
+
+
+@functools.lru_cache(4)
+def machine_index(tops):
+    """{name of a folder or module: the folders that hold one} of all below these folders; under ""
+    the archives of Python packages, for example the wheels of ensurepip."""
+    found = {"": []}
+    for top in tops:
+        for folder, folders, names in os.walk(top):
+            for name in (*folders, *(name for name in names if name.endswith(".py"))):
+                found.setdefault(name, []).append(folder)
+            archives = [name for name in names if name.endswith((".whl", ".egg", ".pyz"))]
+            found[""] += [os.path.join(folder, name) for name in archives]
+    return found
+
+
+def places(names):
+    """[(name, place)] of every folder or module with one of these names in what a sandbox shows of
+    this machine."""
+    index = machine_index(shown_folders())
+    return [(name, Path(folder, name)) for name in names for folder in index.get(name, ())]
+
+
+def packed(archive, names):
+    """[(name, place)] of every folder or module with one of these names in an archive. One that is
+    damaged or encrypted holds nothing that could be read."""
+    try:
+        opened = zipfile.ZipFile(archive)
     except leftovers.UNREADABLE_ARCHIVE:
-        pass
-    return False
+        return []
+    found = set()
+    for member in opened.namelist():
+        parts = member.split("/")
+        found |= {(part, "/".join(parts[: n + 1])) for n, part in enumerate(parts) if part in names}
+    return [(name, zipfile.Path(opened, place)) for name, place in found]
 
 
 def telltales(files, names):
@@ -155,14 +173,12 @@ def telltales(files, names):
         # In a file of plain words a name alone says nothing: its definition has to be there.
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
         before = rb"(?:def|class)\s+" if is_plain else rb"\b"
-        words = [re.compile(before + name.encode() + rb"\b") for name in names]
+        words = re.compile(before + rb"(?:%s)\b" % "|".join(names).encode())
 
         # The file as it is, and whatever is packed in it.
         data = text.encode("utf-8", "surrogateescape")
-        for part in leftovers.unpacked(data):
-            if any(word.search(part) for word in words):
-                found.append(path)
-                break
+        if any(map(words.search, leftovers.unpacked(data))):
+            found.append(path)
     return found
 
 
@@ -180,10 +196,7 @@ def without_copies(files, base, lost, gone):
         # itself.
         nodes = one.nodes
         if one.kind == "class":
-            nodes = []
-            if gone:
-                for node in one.nodes:
-                    nodes += node.body
+            nodes = [part for node in one.nodes for part in node.body] if gone else []
         for node in nodes:
             if not isinstance(node, FUNCTIONS):
                 continue

@@ -14,11 +14,9 @@ import re
 from repositories.repo_files import sources
 from repositories.study import definitions
 from repositories.source import (
-    first_line,
     remove_names,
     remove_statements,
     replace_bodies,
-    split_lines,
 )
 
 
@@ -59,26 +57,17 @@ def find_dead_helpers(files, base, chosen, found):
     """Top-level functions that only the deleted code used: they would give the answer away.
 
     files: before the deletion; base: after it; found: all definitions."""
-    # Candidates are the other functions in the files of the deleted code.
-    paths = {one.path for one in chosen}
+    # Candidates are the other functions in the files of the deleted code that the code names;
+    # `unparse` writes no comments.
+    deleted = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
+    words, paths = set(re.findall(r"\w+", deleted)), {one.path for one in chosen}
     candidates = []
     for one in found:
-        if one.kind == "function" and one.path in paths and one not in chosen:
+        may_go = one.kind == "function" and one.path in paths and one not in chosen
+        if may_go and one.name in words:
             candidates.append(one)
-
-    # The deleted code has to name a helper. A search in its lines, comments included, quickly rules
-    # most candidates out. `words` decides: they come from `unparse`, which writes no comments.
-    deleted_lines, deleted = [], []
-    for one in chosen:
-        lines = split_lines(files[one.path])
-        for node in one.nodes:
-            deleted.append(ast.unparse(node))
-            deleted_lines += lines[first_line(node) - 1 : node.end_lineno]
-    spelled = "".join(deleted_lines)
-    candidates = [one for one in candidates if one.name in spelled]
     if not candidates:
         return []
-    words = set(re.findall(r"\w+", "\n".join(deleted)))
 
     # Nothing that is left may name a helper, except its own definition: the one occurrence in all
     # that is left is the one in its own file.
@@ -87,7 +76,7 @@ def find_dead_helpers(files, base, chosen, found):
     for one in candidates:
         word = re.compile(rf"\b{one.name}\b")
         is_alone = len(word.findall(left)) == len(word.findall(base[one.path])) == 1
-        if one.name in words and is_alone:
+        if is_alone:
             helpers.append(one)
     return helpers
 

@@ -1,8 +1,8 @@
 """features.py: which definitions of a repository make one feature, and how a task speaks of it.
 
 REPO_LEVELS are the kinds of features, from one function to a whole module. `draw_feature` draws a
-feature that was not drawn before. The other functions write what a task says of it: its prompt, its
-id, its statistics.
+feature that was not drawn before. The other functions write what a task says of it: its prompt and
+its id.
 
 Ours: the levels and their order, the wording of the prompt. Standard library only.
 """
@@ -11,9 +11,7 @@ import ast
 import hashlib
 
 from repositories.deletion import functions_of
-from repositories.repo_files import sources
 from repositories.study import methods
-from world.untrusted import parsed
 
 # kind "gone": the feature is deleted as a whole, signature and all. The other kinds leave stubs;
 # `docstring` says whether the stubs keep their docstrings.
@@ -147,38 +145,3 @@ def repository_prompt(chosen, style, some_visible):
             signature = f"{one.name}({ast.unparse(one.node.args)})"
             text += f"\n\n{signature} in {one.path}\n{ast.get_docstring(one.node) or ''}"
     return text
-
-
-def statement_depth(node):
-    """How many statements the deepest statement inside this node is nested in, itself included."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        deepest = max(deepest, statement_depth(child) + isinstance(child, ast.stmt))
-    return deepest
-
-
-def count_callers(files, names):
-    """The number of calls in all sources of anything that has one of these names."""
-    number = 0
-    for path in sources(files):
-        for node in ast.walk(parsed(files[path])):
-            if isinstance(node, ast.Call):
-                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                number += called in names
-    return number
-
-
-def statistics_of(repository, chosen, helpers):
-    """Statistics of a task: lines deleted, files touched, definitions deleted, calls of the feature
-    in all sources, nesting depth of its deepest statement."""
-    deleted = chosen + helpers
-    # The lines of a class include those of its methods, which must not count twice.
-    has_class = any(one.kind == "class" for one in chosen)
-    outer = [one for one in deleted if one.kind != "method" or not has_class]
-    return dict(
-        lines=sum(one.size() for one in outer),
-        files=len({one.path for one in chosen}),
-        definitions=len(deleted),
-        callers=count_callers(repository.files, {one.name.split(".")[-1] for one in chosen}),
-        depth=max(statement_depth(one.node) for one in chosen),
-    )

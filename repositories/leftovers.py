@@ -9,7 +9,6 @@ other way is not found."""
 import bz2
 import functools
 import html
-import importlib.util
 import io
 import json
 import lzma
@@ -34,29 +33,22 @@ UNREADABLE_ARCHIVE = (
 
 
 def is_bytecode(data):
-    """True for a compiled Python file, whatever it is called: it begins with a magic number of
-    CPython 3, a CR and an LF."""
-    if data[:4] == importlib.util.MAGIC_NUMBER:
-        return True
-    # Of another version of Python the number is in this range. The zero byte rules out a text that
-    # begins alike.
+    """True for a compiled Python file, whatever it is called: it begins with the magic number of a
+    CPython 3, a CR and an LF. The zero byte rules out a text that begins alike."""
     number = int.from_bytes(data[:2], "little")
     return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
 
 
-def find_decompressor(data):
-    """The decompressor for a compressed file, which is recognised by its first bytes; None for any
-    other file."""
-    # 31: zlib expects the head and the end of gzip around the data.
-    if data[:2] == b"\x1f\x8b":
-        return zlib.decompressobj(31)
-    if data[:2] in (b"\x78\x01", b"\x78\x9c", b"\x78\xda"):
-        return zlib.decompressobj()
-    if data[:3] == b"BZh":
-        return bz2.BZ2Decompressor()
-    if data[:6] == b"\xfd7zXZ\0":
-        return lzma.LZMADecompressor()
-    return None
+# A compressed file's first bytes -> its decompressor. 31: zlib expects the head and the end of gzip
+# around the data.
+DECOMPRESSORS = {
+    b"\x1f\x8b": lambda: zlib.decompressobj(31),
+    b"\x78\x01": zlib.decompressobj,
+    b"\x78\x9c": zlib.decompressobj,
+    b"\x78\xda": zlib.decompressobj,
+    b"BZh": bz2.BZ2Decompressor,
+    b"\xfd7zXZ\0": lzma.LZMADecompressor,
+}
 
 
 def unpacked(data, depth=2):
@@ -69,13 +61,14 @@ def unpacked(data, depth=2):
     # A zip archive, a compressed file, a tar archive: recognised by their bytes, never by their
     # names. Members that are too large are passed over.
     try:
+        for start, decompressor in DECOMPRESSORS.items():
+            if data.startswith(start):
+                yield from unpacked(decompressor().decompress(data, MOST_UNPACKED), depth - 1)
         if zipfile.is_zipfile(io.BytesIO(data)):
             archive = zipfile.ZipFile(io.BytesIO(data))
             members = [member for member in archive.infolist() if member.file_size < MOST_UNPACKED]
             for member in members:
                 yield from unpacked(archive.read(member), depth - 1)
-        elif decompressor := find_decompressor(data):
-            yield from unpacked(decompressor.decompress(data, MOST_UNPACKED), depth - 1)
         elif data[257:262] == b"ustar":
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
                 for member in archive:

@@ -45,19 +45,16 @@ def copy_repository(repo):
     for folder, folders, names in os.walk(root):
         # os.walk lists a link to a folder among the folders. Here it is an entry like a file, and
         # neither it nor junk is walked into.
-        linked = [name for name in folders if Path(folder, name).is_symlink()]
-        names += linked
-        for name in list(folders):
-            path = Path(folder, name).relative_to(root).as_posix()
-            if name in linked or JUNK.search(path + "/"):
-                folders.remove(name)
-        folders.sort()
+        names += [name for name in folders if Path(folder, name).is_symlink()]
+        below = "" if folder == str(root) else f"{Path(folder).relative_to(root).as_posix()}/"
+        inside = [name for name in folders if not JUNK.search(f"{below}{name}/")]
+        folders[:] = sorted(set(inside) - set(names))
 
         # Keep links that stay inside, and files that are not compiled Python. What is beyond the
         # limit of bytes is not read, only counted.
         for name in sorted(names):
             place = Path(folder, name)
-            path = place.relative_to(root).as_posix()
+            path = below + name
             if JUNK.search(path):
                 continue
             if place.is_symlink():

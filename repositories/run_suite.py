@@ -18,7 +18,6 @@ import json
 import os
 import time
 from collections import Counter
-from pathlib import Path
 
 from world.machine import program_inside
 from repositories import suite as suites

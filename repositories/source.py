@@ -11,31 +11,21 @@ All edits here are cuts in the text. The syntax tree is never printed again, so 
 of everything else survive. Every function takes and returns stored text."""
 
 import ast
-import bisect
-import functools
-import io
 import re
-import tokenize
 from collections import Counter
 from pathlib import PurePosixPath
 
+from world.task import Discard
 from world.untrusted import (
-    DECODE_ERRORS,
     DEFINITIONS,
     FUNCTIONS,
     decode_source,
-    parse_stored,
+    is_python,
     parsed,
 )
 
+
 # ------------------------------------------------------------ reading
-
-
-def encode_source(text, encoding, errors="strict"):
-    """Stored text of a decoded file, the inverse of decode_source."""
-    return text.encode(encoding, errors).decode("utf-8", "surrogateescape")
-
-
 def split_lines(text):
     """Lines with their ends, cut where Python's tokenizer cuts: at \\n, \\r\\n and \\r. Unlike
     str.splitlines it does not cut at a form feed."""
@@ -47,7 +37,7 @@ class SourceText:
     give them."""
 
     def __init__(self, stored):
-        self.text, self.encoding = decode_source(stored)
+        self.stored, (self.text, self.encoding) = stored, decode_source(stored)
         self.lines = split_lines(self.text)
         self.starts = [0]
         for line in self.lines:
@@ -65,17 +55,9 @@ class SourceText:
         start = self.index(node.lineno, node.col_offset)
         decorators = getattr(node, "decorator_list", None)
         if decorators:
-            # `@(` may stand on a line above the expression itself. Only brackets, space and
-            # comments lie between; they are looked for in the 2000 characters before it.
             first = self.index(decorators[0].lineno, decorators[0].col_offset)
-            before = self.text[max(0, first - 2000) : first]
-            sign = re.search(r"@(?:[\s(\\]|#[^\r\n]*)*$", before)
-            start = first - len(before) + sign.start()
+            start = self.text.rindex("@", 0, first)
         return start, self.index(node.end_lineno, node.end_col_offset)
-
-    def line_number(self, place):
-        """The number (from 1) of the line that holds this place."""
-        return bisect.bisect_right(self.starts, place)
 
     def line_start(self, place):
         """The place where the line of this place begins."""
@@ -89,6 +71,9 @@ class SourceText:
     def apply(self, edits):
         """Stored text after the edits (start, end, replacement). An edit that overlaps one that
         begins before it is dropped; mostly it lies inside that one."""
+        if not edits:
+            return self.stored
+
         # Of edits that begin at one place the longest comes first, and the others are inside it.
         kept = []
         for start, end, new in sorted(set(edits), key=lambda edit: (edit[0], -edit[1])):
@@ -102,7 +87,8 @@ class SourceText:
 
         # A replacement may hold characters that this encoding lacks; in a literal its escape says
         # the same.
-        return encode_source(text, self.encoding, "backslashreplace")
+        data = text.encode(self.encoding, "backslashreplace")
+        return data.decode("utf-8", "surrogateescape")
 
 
 # ------------------------------------------------------------ modules
@@ -138,58 +124,45 @@ def module_name(path):
 
 
 # ------------------------------------------------------------ scopes and definitions
-def scope_blocks(body):
-    """Every list of statements in the same scope as `body`: `body` itself, and the arms of if, try,
-    with, for, while, match in it."""
-    yield body
-
-    # A definition opens a scope of its own; any other statement may have several arms.
-    for statement in body:
-        if isinstance(statement, DEFINITIONS):
-            continue
-        for name in ("body", "orelse", "finalbody"):
-            if isinstance(getattr(statement, name, None), list):
-                yield from scope_blocks(getattr(statement, name))
-        for arm in [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]:
-            yield from scope_blocks(arm.body)
-
-
-def scope_statements(body):
-    """Every statement of a scope, those in the arms of if, try and so on included."""
-    for block in scope_blocks(body):
-        yield from block
+def scope_nodes(scope):
+    """Every node in the scope of a module or class: its statements, those in the arms of if, try
+    and so on included, and what they bind. No order."""
+    waiting = [scope]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            yield node
+            # A definition has a scope of its own. Of expressions only a target binds anything.
+            is_value = isinstance(node, ast.expr) and not isinstance(
+                getattr(node, "ctx", None), ast.Store
+            )
+            if not is_value and not isinstance(node, DEFINITIONS):
+                waiting.append(node)
 
 
-def registered_with(node):
-    """The name of the generic function that `@name.register` or `@name.register(type)` adds this
-    definition to, or None."""
-    for decorator in node.decorator_list:
-        target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        is_register = isinstance(target, ast.Attribute) and target.attr == "register"
-        if is_register and isinstance(target.value, ast.Name):
-            return target.value.id
-    return None
+def bound_names(scope):
+    """How often each name is bound in a scope: by a definition, an import, an assignment, a for, a
+    with."""
+    found = Counter()
+    for node in scope_nodes(scope):
+        if isinstance(node, DEFINITIONS):
+            found[node.name] += 1
+        elif isinstance(node, ast.alias):
+            found[node.asname or node.name.split(".")[0]] += 1
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] += 1
+    return found
 
 
-def named_definitions(body, kinds=DEFINITIONS):
-    """name -> [nodes] of the definitions of one scope, in the order of the file.
+def named_definitions(scopes, kinds=DEFINITIONS):
+    """name -> [nodes] of the definitions in these scopes, in the order of the file.
 
     Definitions of one name are one entry: a property with its setter and deleter, overloads, a
-    redefinition, the arms of an `if` or `try`. A function called `_` that is registered with a
-    singledispatch function belongs to that function's entry."""
-    nodes = [node for node in scope_statements(body) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: node.lineno)
-    names = {node.name for node in nodes}
-
-    # Group them by name.
+    redefinition, the arms of an `if` or `try`. Functions called `_` have only the name in common
+    and are left out."""
+    nodes = [node for scope in scopes for node in scope_nodes(scope) if isinstance(node, kinds)]
     found = {}
-    for node in nodes:
-        name = node.name
-        if name == "_" and registered_with(node) in names:
-            name = registered_with(node)
-        found.setdefault(name, []).append(node)
-
-    # Functions called `_` that belong to nothing here have only the name in common.
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        found.setdefault(node.name, []).append(node)
     found.pop("_", None)
     return found
 
@@ -198,19 +171,15 @@ def find_definitions(stored):
     """[(qualified name, kind, nodes)] of a module's functions, classes and methods. A name that is
     a class in one arm and a function in another is left out."""
     found = []
-    for name, nodes in named_definitions(parsed(stored).body).items():
-        # One name, one kind.
-        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        if classes and len(classes) < len(nodes):
-            continue
-        found.append((name, "class" if classes else "function", nodes))
-
+    for name, nodes in named_definitions([parsed(stored)]).items():
+        kinds = {isinstance(node, ast.ClassDef) for node in nodes}
+        if kinds == {False}:
+            found.append((name, "function", nodes))
         # Several classes of one name (the arms of an `if`) have their methods together.
-        methods = {}
-        for node in classes:
-            for method, inner in named_definitions(node.body, FUNCTIONS).items():
-                methods.setdefault(method, []).extend(inner)
-        found += [(f"{name}.{method}", "method", inner) for method, inner in methods.items()]
+        elif kinds == {True}:
+            found.append((name, "class", nodes))
+            for method, inner in named_definitions(nodes, FUNCTIONS).items():
+                found.append((f"{name}.{method}", "method", inner))
     return found
 
 
@@ -227,26 +196,21 @@ def is_overload(node):
     return "overload" in names
 
 
-def bound_names(body):
-    """How often each name is bound by the statements of a scope."""
-    found = Counter()
-    for statement in scope_statements(body):
-        if isinstance(statement, DEFINITIONS):
-            found[statement.name] += 1
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            found.update(alias.asname or alias.name.split(".")[0] for alias in statement.names)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
-            # The targets: several of an Assign, one of an annotation or a for, those of with.
-            targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-            targets += [item.optional_vars for item in getattr(statement, "items", ())]
-            for target in filter(None, targets):
-                for node in ast.walk(target):
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                        found[node.id] += 1
-    return found
-
-
 # ------------------------------------------------------------ bodies
+def last_line(source, node):
+    """The number (from 1) of a definition's last line. Comments below it that are indented deeper
+    belong to it."""
+    last = node.end_lineno
+    for number in range(last + 1, len(source.lines) + 1):
+        line = source.lines[number - 1]
+        text = line.lstrip()
+        if text.startswith("#") and len(line) - len(text) > node.col_offset:
+            last = number
+        elif text:
+            break
+    return last
+
+
 def body_span(source, node, keep_docstring):
     """(start, end, indent) of a function's body: from the start of its first line to the end of its
     last line, without the line end. None where there is nothing to delete, or where body and `def`
@@ -255,25 +219,11 @@ def body_span(source, node, keep_docstring):
     Comments above the first statement and below the last one belong to the body."""
     # The body has to begin its line, and to hold more than a docstring.
     first = node.body[0]
-    line = source.lines[first.lineno - 1]
-    indent = line[: len(line) - len(line.lstrip())]
-    line_start = source.starts[first.lineno - 1]
-    if source.index(first.lineno, first.col_offset) != line_start + len(indent):
-        return None
+    start = source.span(first)[0]
+    indent = source.text[source.line_start(start) : start]
     has_docstring = ast.get_docstring(node, clean=False) is not None
-    if has_docstring and len(node.body) == 1:
+    if indent.strip() or (has_docstring and len(node.body) == 1):
         return None
-    last = node.end_lineno
-
-    # Comments after the last statement go with the body if they are indented deeper than the `def`.
-    own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
-    for number in range(last + 1, len(source.lines) + 1):
-        text = source.lines[number - 1].strip()
-        column = len(source.lines[number - 1]) - len(source.lines[number - 1].lstrip())
-        if text.startswith("#") and column > own_column:
-            last = number
-        elif text:
-            break
 
     # The first line to delete: after the docstring, or at the first statement and the comments and
     # empty lines above it (the line of the `def` ends the search).
@@ -282,11 +232,10 @@ def body_span(source, node, keep_docstring):
             return None
         begin = first.end_lineno + 1
     else:
-        begin = source.line_number(source.span(first)[0])
-        above = source.lines[begin - 2].strip()
-        while not above or above.startswith("#"):
+        begin = first_line(first)
+        while re.match(r"\s*(#|$)", source.lines[begin - 2]):
             begin -= 1
-            above = source.lines[begin - 2].strip()
+    last = last_line(source, node)
     end = source.starts[last - 1] + len(source.lines[last - 1].rstrip("\r\n"))
     return source.starts[begin - 1], end, indent
 
@@ -301,25 +250,18 @@ def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedErro
             start, end, indent = span
             arguments = node.args.posonlyargs + node.args.args
             names = [argument.arg for argument in arguments if argument.arg != "self"]
-            edits.append((start, end, indent + body.format(first=(names or ["None"])[0])))
-    return source.apply(edits) if edits else stored
+            edits.append((start, end, indent + body.replace("{first}", (names or ["None"])[0])))
+    return cut(source, edits)
 
 
 def code_lines(stored, nodes):
     """The lines of code in these definitions' bodies, stripped: no docstring, no comment, no blank
     line."""
-    try:
-        source = SourceText(stored)
-    except DECODE_ERRORS:
-        return []
-
     # Statement by statement, since a comment between two statements is part of neither.
-    found = []
+    source, found = SourceText(stored), []
     for node in nodes:
-        statements = list(node.body)
-        if ast.get_docstring(node, clean=False) is not None:
-            statements = statements[1:]
-        for statement in statements:
+        has_docstring = ast.get_docstring(node, clean=False) is not None
+        for statement in node.body[1:] if has_docstring else node.body:
             start, end = source.span(statement)
             for line in map(str.strip, split_lines(source.text[start:end])):
                 if line and not line.startswith("#"):
@@ -328,194 +270,126 @@ def code_lines(stored, nodes):
 
 
 # ------------------------------------------------------------ cutting out statements
-def cut_statements(source, body, unwanted):
-    """Edits that take these statements (nodes) out of a scope. A block that would be empty gets a
+def cut(source, edits):
+    """The file after these edits. Discard where Python cannot read it any more."""
+    stored = source.apply(edits)
+    if not is_python(stored):
+        raise Discard("its code cannot be cut out of its file")
+    return stored
+
+
+def cut_statements(source, tree, unwanted):
+    """Edits that take these statements (nodes) out of a file. A block that would be empty gets a
     `pass`."""
     # A node may come from another tree of the same text: its place says which statement it is.
     edits, places = [], {(node.lineno, node.col_offset) for node in unwanted}
-    for block in scope_blocks(body):
-        gone = [node for node in block if (node.lineno, node.col_offset) in places]
-        # The arm of an `if` needs a statement; a module does not.
-        stays_empty = len(gone) == len(block) and block is not body
-
-        # A statement that shares its line with other code becomes `pass`, any other goes with its
-        # line. A definition also takes along its trailing comments and empty lines.
-        for node in gone:
-            start, end = source.span(node)
-            begin, line_end = source.line_start(start), source.line_end(end)
-            before, after = source.text[begin:start], source.text[end:line_end].strip()
-            alone = not before.strip() and (not after or after.startswith("#"))
-            if not alone or stays_empty and node is gone[0]:
-                edits.append((start, end, "pass"))
-                continue
-            if isinstance(node, DEFINITIONS):
-                line_end = after_definition(source, node, line_end)
-            edits.append((begin, line_end, ""))
+    for parent in ast.walk(tree):
+        for block in (getattr(parent, name, ()) for name in ("body", "orelse", "finalbody")):
+            statements = block if isinstance(block, list) else []  # a lambda's body is no list
+            gone = [node for node in statements if (node.lineno, node.col_offset) in places]
+            for node in gone:
+                # A module may be empty, any other block needs a statement.
+                needs_pass = node is gone[0] and len(gone) == len(block) and parent is not tree
+                edits.append(cut_statement(source, node, needs_pass))
     return edits
 
 
-def after_definition(source, node, end):
-    """The end of a definition with the comments of its own indentation and the blank lines that
-    follow it."""
-    # Comments indented deeper than the definition belong to its body, up to the next code.
-    own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
-    last_comment = node.end_lineno
-    for number in range(node.end_lineno + 1, len(source.lines) + 1):
-        line = source.lines[number - 1]
-        if line.strip().startswith("#") and len(line) - len(line.lstrip()) > own_column:
-            last_comment = number
-        elif line.strip():
-            break
+def cut_statement(source, node, needs_pass):
+    """The edit that takes a statement away. One that shares its line with other code becomes
+    `pass`, as where a `pass` is needed; any other goes with its line. A definition also takes along
+    its trailing comments and empty lines."""
+    start, end = source.span(node)
+    begin, line_end = source.line_start(start), source.line_end(end)
+    before, after = source.text[begin:start], source.text[end:line_end].strip()
+    if needs_pass or before.strip() or (after and not after.startswith("#")):
+        return start, end, "pass"
 
-    # Empty lines, but not one with a form feed: it is empty to Python, and a page break to its
-    # authors.
-    while last_comment < len(source.lines) and not source.lines[last_comment].strip(" \t\r\n"):
-        last_comment += 1
-    return max(end, source.starts[last_comment])
+    # A line with a form feed is empty to Python, and a page break to its authors.
+    if isinstance(node, DEFINITIONS):
+        last = last_line(source, node)
+        while last < len(source.lines) and not source.lines[last].strip(" \t\r\n"):
+            last += 1
+        line_end = max(line_end, source.starts[last])
+    return begin, line_end, ""
 
 
 def remove_statements(stored, nodes):
-    """The file without these definitions of its module's scope."""
+    """The file without these statements."""
     source = SourceText(stored)
-    return source.apply(cut_statements(source, parsed(stored).body, nodes))
+    return cut(source, cut_statements(source, parsed(stored), nodes))
 
 
 # ------------------------------------------------------------ names in imports and in __all__
-def is_bracketed(text, start):
-    """True if the nearest bracket before this place, comments aside, is an opening one."""
-    before = re.sub(r"#[^\r\n]*", "", text[:start])
-    signs = re.findall(r"[(\[{)\]}]", before)
-    return bool(signs) and signs[-1] in "([{"
-
-
 def cut_elements(source, elements, unwanted):
     """Edits that take some, not all, of the elements of a comma-separated list out of it."""
-    # kept_before: where the last kept element ends.
-    edits, kept_before = [], None
-    spans = [source.span(element) for element in elements]
-    for number, (element, (start, end)) in enumerate(zip(elements, spans)):
+    # kept_end: where the last kept element ends.
+    edits, kept_end = [], None
+    for element in elements:
+        start, end = source.span(element)
         if element not in unwanted:
-            kept_before = end
+            kept_end = end
             continue
 
-        # An element with a line of its own inside brackets goes with that line and its comment.
-        begin, line_end = source.line_start(start), source.line_end(end)
-        before, after = source.text[begin:start], source.text[end:line_end]
-        own_line = not before.strip() and re.fullmatch(r"\s*,\s*(#[^\r\n]*)?\s*", after)
-        if own_line and is_bracketed(source.text, start):
+        # Its comma goes with it: the one behind it, or, at the end of the list, the one in front of
+        # it. An element with a line of its own goes with that line and its comment.
+        comma = re.compile(r"\s*,[ \t]*").match(source.text, end)
+        if not comma:
+            edits.append((kept_end, end, ""))
+            continue
+        begin, line_end = source.line_start(start), source.line_end(comma.end())
+        before, after = source.text[begin:start], source.text[comma.end() : line_end]
+        if not before.strip() and re.fullmatch(r"(#[^\r\n]*)?\s*", after):
             edits.append((begin, line_end, ""))
-        # Otherwise its comma goes with it: the one behind it, or, at the end of the list, the one
-        # in front of it.
-        elif number + 1 < len(elements) and elements[number + 1] not in unwanted:
-            edits.append((start, spans[number + 1][0], ""))
-        elif kept_before is not None and all(other in unwanted for other in elements[number:]):
-            edits.append((kept_before, end, ""))
-            kept_before = end
         else:
-            edits.append((start, spans[number + 1][0], ""))
+            edits.append((start, comma.end(), ""))
     return edits
 
 
-def names_export(node, name):
-    """True for an element of `__all__` that names this: `"name"` or `name.__name__`."""
-    if isinstance(node, ast.Constant):
-        return node.value == name
-    is_name = isinstance(node, ast.Attribute) and node.attr == "__name__"
-    return is_name and getattr(node.value, "id", "") == name
-
-
-def changes_exports(statement):
-    """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
-    insert."""
-    # An assignment, also to __all__ as one of several targets.
-    if isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            if any(getattr(node, "id", "") == "__all__" for node in ast.walk(target)):
-                return True
+def is_export(node):
+    """True for a statement that makes or changes `__all__`: =, +=, an annotation, a call of one of
+    its methods."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
         return False
-    if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
-        return getattr(statement.target, "id", "") == "__all__"
-
-    # A call of any method of __all__ itself.
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and getattr(call.func.value, "id", "") == "__all__"
-    )
+    return any(getattr(part, "id", "") == "__all__" for part in ast.walk(node))
 
 
 def export_edits(source, statement, names):
-    """(edits, whole): the edits that take these names out of a statement on `__all__`. whole is
-    True if the statement has to go as a whole."""
+    """The edits that take these names out of the lists and tuples in a statement on `__all__`."""
     edits = []
-
-    def listed(node):
-        return any(names_export(node, name) for name in names)
-
-    # __all__.append("name") adds one name only.
-    if isinstance(statement, ast.Expr) and statement.value.func.attr in ("append", "insert"):
-        return [], bool(statement.value.args) and listed(statement.value.args[-1])
-
-    # Lists of names, wherever they stand in the statement.
     for node in ast.walk(statement):
-        is_display = isinstance(node, (ast.List, ast.Tuple, ast.Set))
-        gone = [element for element in node.elts if listed(element)] if is_display else []
-        if gone:
-            left = [element for element in node.elts if element not in gone]
-            if left and (not isinstance(node, ast.Tuple) or len(left) > 1):
-                edits += cut_elements(source, node.elts, gone)
-                continue
-            # Nothing is left, or a tuple of one, which needs its comma: the whole display is
-            # written anew.
-            start, end = source.span(node)
-            if left:
-                begin, stop = source.span(left[0])
-                edits.append((start, end, f"({source.text[begin:stop]},)"))
-            else:
-                empty = {ast.List: "[]", ast.Tuple: "()", ast.Set: "set()"}
-                edits.append((start, end, empty[type(node)]))
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "split":
-            # "one two three".split()
-            start, end = source.span(node.func.value)
-            text = source.text[start:end]
-            for name in names:
-                text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)[ \t]*", "", text)
-            if text != source.text[start:end] and isinstance(node.func.value, ast.Constant):
-                edits.append((start, end, text))
-    return edits, False
-
-
-def catches_import_error(statement):
-    """True for a try that goes on when an import in it fails. A bare except catches everything."""
-    for handler in getattr(statement, "handlers", ()):
-        caught = {"Exception"}
-        if handler.type:
-            caught = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
-        if caught & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}:
-            return True
-    return False
+        if not isinstance(node, (ast.List, ast.Tuple)):
+            continue
+        gone = [element for element in node.elts if getattr(element, "value", None) in names]
+        left = [element for element in node.elts if element not in gone]
+        # A list that gets empty is written anew, and so is a tuple of one, which needs its comma.
+        is_list = isinstance(node, ast.List)
+        if gone and len(left) > (0 if is_list else 1):
+            edits += cut_elements(source, node.elts, gone)
+        elif gone:
+            inside = "".join(f"{source.text[slice(*source.span(one))]}," for one in left)
+            edits.append((*source.span(node), "[]" if is_list else f"({inside})"))
+    return edits
 
 
 def module_paths(paths, path, node):
     """The files among `paths` that `from ... import` (node) in the file `path` may mean."""
     # Relative: one dot is the file's own folder, each further dot the folder above.
-    tail = (node.module or "").split(".") if node.module else []
+    tail = (node.module or "").replace(".", "/")
     if node.level:
-        folder = list(PurePosixPath(path).parent.parts)
-        folder = folder[: len(folder) - (node.level - 1)] if node.level > 1 else folder
-        wanted = "/".join([*folder, *tail])
-        return {f"{wanted}.py", f"{wanted}/__init__.py".lstrip("/")} & paths
+        folders = PurePosixPath(path).parents
+        if node.level > len(folders):
+            return set()
+        wanted = folders[node.level - 1] / tail
+        return {f"{wanted}.py", str(wanted / "__init__.py")} & paths
 
     # Absolute: the name starts in a folder on the path (the root, src/, lib/). Such a folder is no
     # package itself.
     found = set()
-    for ending in ("/".join(tail) + ".py", "/".join(tail) + "/__init__.py"):
+    for ending in (f"{tail}.py", f"{tail}/__init__.py"):
         for other in paths:
-            if other == ending or other.endswith("/" + ending):
-                root = other[: len(other) - len(ending)]
-                if f"{root}__init__.py" not in paths:
-                    found.add(other)
+            root = other[: len(other) - len(ending)]
+            if f"/{other}".endswith(f"/{ending}") and f"{root}__init__.py" not in paths:
+                found.add(other)
     return found
 
 
@@ -524,8 +398,8 @@ def remove_names(files, paths, lost):
 
     files: path -> stored text, already without the definitions; paths: the sources among them;
     lost: {(path, name), ...}. A module that imported a lost name has lost it, too, unless something
-    else binds the name there; so re-exports are followed. An import that stands alone in a `try`
-    with a fallback stays: the fallback is there for a failing import."""
+    else binds the name there; so re-exports are followed. An import that stands in a `try` with a
+    handler stays: the handler is there for a failing import."""
     out, lost, paths = dict(files), set(lost), set(paths)
     # Where neither word stands, nothing is imported or exported; most files need not be parsed.
     trees = {}
@@ -553,69 +427,60 @@ def remove_names(files, paths, lost):
 def follow_imports(path, tree, paths, lost, unwanted):
     """Notes which imported names of one module are lost: adds their aliases to `unwanted`, and the
     names they were bound to in this module to `lost`."""
-    # Imports that stand alone in a `try` with a fallback stay.
-    with_fallback = set()
-    for statement in scope_statements(tree.body):
-        stands_alone = isinstance(statement, ast.Try) and len(statement.body) == 1
-        if stands_alone and catches_import_error(statement):
-            with_fallback.add(id(statement.body[0]))
+    guarded = set()
+    for node in scope_nodes(tree):
+        if isinstance(node, ast.Try) and node.handlers:
+            guarded |= {id(statement) for statement in node.body}
 
-    # Which names are imported from a module that has lost them.
-    gone_here = unwanted.setdefault(path, [])
-    local_gone = Counter()
-    imports = [node for node in scope_statements(tree.body) if isinstance(node, ast.ImportFrom)]
-    lost_names = {name for _, name in lost}
-    for node in imports:
-        # Most imports name nothing that is lost anywhere, or no module of the repository.
-        if not lost_names & {alias.name for alias in node.names} and node.names[0].name != "*":
+    # Which names are imported from a module that has lost them. Most imports name nothing that is
+    # lost anywhere.
+    gone_here, local_gone, bound = unwanted.setdefault(path, []), Counter(), bound_names(tree)
+    lost_names = {name for _, name in lost} | {"*"}
+    for node in scope_nodes(tree):
+        if not isinstance(node, ast.ImportFrom):
             continue
-        targets = module_paths(paths, path, node)
-        if not targets:
-            continue
+        names = {alias.name for alias in node.names}
+        targets = module_paths(paths, path, node) if names & lost_names else ()
+        lost_here = {name for target, name in lost if target in targets}
 
         # A star import loses here what its module has lost, unless this module binds the name.
-        if node.names[0].name == "*":
-            for target, name in list(lost):
-                if target in targets and not bound_names(tree.body)[name]:
-                    lost.add((path, name))
+        if names == {"*"}:
+            lost.update((path, name) for name in lost_here if not bound[name])
             continue
 
-        # Any other import loses the aliases of lost names. A fallback keeps the import only if all
+        # Any other import loses the aliases of lost names. A handler keeps the import only if all
         # of its names are lost.
-        lost_here = {name for target, name in lost if target in targets}
         aliases = [alias for alias in node.names if alias.name in lost_here]
-        stays = id(node) in with_fallback and len(aliases) == len(node.names)
+        stays = id(node) in guarded and len(aliases) == len(node.names)
         for alias in aliases:
             local_gone[alias.asname or alias.name] += 1
             if not stays and alias not in gone_here:
                 gone_here.append(alias)
 
     # A name that nothing else binds in this module is lost here, too.
-    bound = bound_names(tree.body)
-    for name, number in local_gone.items():
-        if bound[name] <= number:
-            lost.add((path, name))
+    lost.update((path, name) for name, number in local_gone.items() if bound[name] <= number)
 
 
 def without_names(stored, tree, aliases, names):
-    """One file without these aliases of its imports and these names of its `__all__`."""
-    # Aliases are taken out one by one; statements of which nothing is left go as a whole.
+    """One file without these aliases of its imports and these names of its `__all__`. Discard where
+    `__all__` holds one in a form that is not edited."""
+    # Aliases are taken out one by one; imports of which nothing is left go as a whole.
     source, edits, whole = SourceText(stored), [], []
-    unwanted = {id(alias) for alias in aliases}
-    for statement in scope_statements(tree.body):
+    for statement in scope_nodes(tree):
         if isinstance(statement, ast.ImportFrom):
-            gone = [alias for alias in statement.names if id(alias) in unwanted]
-            if gone and len(gone) == len(statement.names):
+            gone = [alias for alias in statement.names if alias in aliases]
+            if len(gone) == len(statement.names):
                 whole.append(statement)
             elif gone:
                 edits += cut_elements(source, statement.names, gone)
-        elif changes_exports(statement):
-            more, all_of_it = export_edits(source, statement, names)
-            edits += more
-            if all_of_it:
-                whole.append(statement)
-    edits += cut_statements(source, tree.body, whole)
-    return source.apply(edits) if edits else stored
+        elif is_export(statement):
+            edits += export_edits(source, statement, names)
+    stored = cut(source, edits + cut_statements(source, tree, whole))
+
+    for statement in filter(is_export, scope_nodes(parsed(stored)) if names else ()):
+        if set(re.findall(r"\w+", ast.unparse(statement))) & names:
+            raise Discard("`__all__` names it in a form that cannot be edited")
+    return stored
 
 
 # ------------------------------------------------------------ tests
@@ -634,42 +499,34 @@ def find_test(stored, node_id):
     generated, or where it is not certain which definition the name means. Of several definitions in
     one block Python keeps the last."""
     # Class by class, then the function.
-    body, node = parsed(stored).body, None
-    for name in node_id.split("[")[0].split("::")[1:]:
-        named = [node for node in body if getattr(node, "name", None) == name]
+    scope = parsed(stored)
+    for name in function_of_test(node_id).split("::")[1:]:
+        named = definitions_called(name, scope)
         # A further binding in an arm of an `if`, or by an assignment or an import, may be the one
         # that counts.
-        if not named or bound_names(body)[name] > len(named):
+        if not named or bound_names(scope)[name] > len(named):
             return None
-        node = named[-1]
-        body = getattr(node, "body", [])
-    return node if isinstance(node, FUNCTIONS) else None
+        scope = named[-1]
+    return scope if isinstance(scope, FUNCTIONS) else None
+
+
+def definitions_called(name, scope):
+    """The definitions of this name that stand in a module's or class's own block."""
+    return [node for node in scope.body if isinstance(node, DEFINITIONS) and node.name == name]
 
 
 def remove_tests(stored, node_ids):
     """The file without these test functions. Earlier definitions of the same name go with them:
     without the last one Python would keep the one before it, which has never been run."""
-    source, edits = SourceText(stored), []
+    nodes = []
     for node_id in node_ids:
         # The scope of the test: the module, or the class that is last of its name.
-        body = parsed(stored).body
-        *classes, name = node_id.split("[")[0].split("::")[1:]
+        scope = parsed(stored)
+        *classes, name = function_of_test(node_id).split("::")[1:]
         for outer in classes:
-            body = [node for node in body if getattr(node, "name", None) == outer][-1].body
-
-        # Every definition of this name in it goes with its lines.
-        for node in (node for node in body if getattr(node, "name", None) == name):
-            start, end = source.span(node)
-            begin = source.line_start(start)
-            indent = source.text[begin:start]
-            if indent.strip():
-                raise ValueError(f"{node_id} shares its line with other code")
-
-            # In a class a `pass` takes its place: the class may have no other statement.
-            line_end = source.line_end(end)
-            line_break = re.search(r"[\r\n]*$", source.text[begin:line_end]).group()
-            edits.append((begin, line_end, f"{indent}pass{line_break}" if classes else ""))
-    return source.apply(edits)
+            scope = definitions_called(outer, scope)[-1]
+        nodes += definitions_called(name, scope)
+    return remove_statements(stored, nodes)
 
 
 # What reading a hostile child's answer may raise. A number too large for a float is an

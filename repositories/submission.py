@@ -20,7 +20,6 @@ import random
 import re
 import shlex
 import tempfile
-from pathlib import Path
 
 from world.machine import program_inside
 from world import watcher as inotify

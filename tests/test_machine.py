@@ -24,7 +24,7 @@ from world import (
     sandbox as world_sandbox,
     workspace as world_workspace,
 )
-from world.edits import Shown, ToolError, edited, without_middle as text_without_middle
+from world.edits import Shown, ToolError, edited
 from repositories.verdict import judge
 from world.machine import MachineFailure
 from fast import workers
@@ -280,8 +280,10 @@ def test_tokens_and_texts_that_are_too_long_lose_their_middle_within_the_limit()
                 and words.endswith("xy")
                 and missing + len(cut) - len(f"\n[{missing} tokens cut]\n") == len(tokens)
             )
-    long = text_without_middle("x" * 100_000 + "8 failed", 1000)
-    assert len(long) <= 1000 and long.endswith("8 failed")
+    long = Task("x", "", {"a.txt": "x" * 100_000 + "8 failed"}, {})
+    with Workspace(long, longest=1000) as workspace:
+        shown = workspace.read("a.txt")
+    assert len(shown) <= 1000 and shown.endswith("8 failed") and "bytes cut]" in shown
 
 
 def test_a_long_output_does_not_end_the_command_and_one_without_end_does():
@@ -625,7 +627,7 @@ class Script:
         self.edits = edits
 
     def run(self, agents, seeds, on_end, patient=True):
-        from rollout import Limits, Work, drop_failed, grade, sample_groups
+        from rollout import Work
 
         rollouts = []
         for play, seed in zip(agents, seeds):

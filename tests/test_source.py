@@ -215,13 +215,6 @@ SAME_NAMES = {
         "except ImportError:\n    def f(x):\n        b = x\n        return b\nfinally:\n    X = 1\n",
         2,
     ),
-    "registrations": (
-        "f",
-        "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
-        "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
-        "    c = x\n    return c\n\n\ndef kept():\n    return 'kept'\n",
-        3,
-    ),
     "a redefinition": (
         "f",
         "def f(x):\n    a = x\n    return a\n\n\ndef g():\n    return 'kept'\n\n\n"
@@ -253,11 +246,7 @@ def test_definitions_that_share_a_name_are_one_feature_and_nothing_else_is_lost(
     assert stub.count("def ") == text.count("def ") and stub.count("kept") == text.count("kept")
     if "." not in name:
         gone = cut({"m.py": text}, name, GONE)["m.py"]
-        assert (
-            f"def {name}(" not in gone
-            and "register" not in gone
-            and gone.count("kept") == text.count("kept")
-        )
+        assert f"def {name}(" not in gone and gone.count("kept") == text.count("kept")
         assert {line for line in gone.split("\n")} <= {line for line in text.split("\n")} | {
             "    pass"
         }
@@ -269,6 +258,20 @@ def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_ne
         "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
     )
     assert study.definitions({"m.py": text}) == []
+
+
+def test_functions_that_are_registered_with_a_feature_stay_and_need_it():
+    text = (
+        "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
+        "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
+        "    c = x\n    return c\n"
+    )
+    stub = cut({"m.py": text}, "f", STUB)["m.py"]
+    assert stub == text.replace("    a = x\n    return a", "    raise NotImplementedError")
+    gone = cut({"m.py": text}, "f", GONE)["m.py"]
+    assert gone == text.replace(text[text.index("@functools") : text.index("@f.register\n")], "")
+    with pytest.raises(NameError):  # so no such task is made: the module does not import
+        exec(gone, {})
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
@@ -326,16 +329,14 @@ def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
 # ------------------------------------------------------------ names in imports and in __all__
 # shop/__init__.py -> the same file after `gross` was removed, written by hand
 EXPORTS = {
+    "from .price import *\n__all__ = []\n__all__.extend(('twice', 'gross'))\n__all__.extend(['gross'])\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n__all__.extend([])\n",
     "from .price import gross, twice\n__all__ = ['gross', 'twice']\n": "from .price import twice\n__all__ = ['twice']\n",
     "from .price import twice, gross\n__all__ = ('twice', 'gross')\n": "from .price import twice\n__all__ = ('twice',)\n",
     "from .price import twice\nfrom .price import gross as g\n__all__ = 'g', 'twice', 'a'\na = 1\n": "from .price import twice\n__all__ = 'twice', 'a'\na = 1\n",
     "import os; from .price import gross; X = 1\n__all__ = ('gross',)\n": "import os; pass; X = 1\n__all__ = ()\n",
     "from .price import (\n    gross,  # the one\n    twice,  # kept\n)\n__all__ = [\n    'gross',  # the one\n    'twice',  # kept\n]\n": "from .price import (\n    twice,  # kept\n)\n__all__ = [\n    'twice',  # kept\n]\n",
     "from .price import twice, \\\n    gross\n__all__ = []\n__all__ += ['gross']\n": "from .price import twice\n__all__ = []\n__all__ += []\n",
-    "from .price import *\n__all__ = []\n__all__.append('gross')\n__all__.extend(('twice', 'gross'))\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n",
     "from .price import gross, twice\n__all__: list = ['gross'] + ['twice', \"gross\"]\n": "from .price import twice\n__all__: list = [] + ['twice']\n",
-    "from .price import gross, twice\n__all__ = 'gross twice'.split()\n": "from .price import twice\n__all__ = 'twice'.split()\n",
-    "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n": "from .price import twice\n__all__ = [twice.__name__]\n",
     "import sys\nif sys.maxsize > 1:\n    from shop.price import gross\n    from .price import twice\nelse:\n    from shop.price import gross\n": "import sys\nif sys.maxsize > 1:\n    from .price import twice\nelse:\n    pass\n",
     "try:\n    from .fast import gross\nexcept ImportError:\n    from .price import gross\n__all__ = ['twice']\nfrom .price import twice\n": "try:\n    from .fast import gross\nexcept ImportError:\n    pass\n__all__ = ['twice']\nfrom .price import twice\n",
     "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n": "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n",
@@ -356,6 +357,34 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
     assert base["shop/__init__.py"] == EXPORTS[before]
     write(tmp_path, base)
     subprocess.run([sys.executable, "-c", "from shop import *"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from .price import gross, twice\n__all__ = 'gross twice'.split()\n",
+        "from .price import gross, twice\n__all__ = ['twice']\n__all__.append('gross')\n",
+        "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n",
+        "from .price import gross, twice\n__all__ = {'gross', 'twice'}\n",
+    ],
+)
+def test_a_form_of_all_that_is_not_edited_makes_no_task_of_the_whole_feature(text, tmp_path):
+    files = {**SHOP, "shop/__init__.py": text}
+    with pytest.raises(task_checks.Discard, match="`__all__` names it"):
+        cut(files, "gross", GONE)
+    assert cut(files, "gross", STUB)["shop/__init__.py"] == text
+    # A word that only begins like the name is another one.
+    longer = "from .price import gross\n__all__ = 'gross_total'.split()\n"
+    assert "split" in cut({**SHOP, "shop/__init__.py": longer}, "gross", GONE)["shop/__init__.py"]
+
+
+def test_what_python_could_not_read_after_the_cut_makes_no_task():
+    text = "@(  # mail a@b.c\n    id\n)\ndef f(x):\n    a = x\n    return a\n"
+    with pytest.raises(task_checks.Discard, match="cannot be cut out of its file"):
+        cut({"m.py": text}, "f", GONE)
+    assert cut({"m.py": text}, "f", STUB)["m.py"].endswith(
+        "def f(x):\n    raise NotImplementedError\n"
+    )
 
 
 def test_a_name_is_followed_through_modules_that_hand_it_on():
@@ -483,38 +512,132 @@ def test_one_common_line_is_no_copy(lines, text, holds):
     assert leftovers.holds_code(text, lines, "area") is holds
 
 
-def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monkeypatch):
-    code = "".join(f"def step_{i}(x):\n    return x\n" for i in range(6))
-    site = tmp_path / "env" / "lib" / "site-packages"
-    write(
-        site,
+STEPS = "".join(f"def step_{i}(x):\n    y = x + {i}\n    return y\n" for i in range(6))
+
+
+@pytest.fixture
+def hidden_of(tmp_path, monkeypatch):
+    """-> a function: files installed below an environment's lib/, files of a repository -> what is
+    hidden below lib/. A distribution is the file "<its name>.dist-info/RECORD": what it owns."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib")])
+
+    def hidden(installed, files):
+        for path, text in installed.items():
+            if path.endswith("RECORD"):
+                folder = path.partition("/")[0]
+                installed = {**installed, f"{folder}/METADATA": "Metadata-Version: 2.1\n"}
+                installed[path] = "".join(f"{one},,\n" for one in (*text.split(), path))
+        write(tmp_path / "lib", installed)
+        world_copies.machine_index.cache_clear(), world_copies.installed_files.cache_clear()
+        found = world_copies.installed_copies(files)
+        return sorted(
+            os.path.relpath(place, tmp_path / "lib") for place in found if str(tmp_path) in place
+        )
+
+    yield hidden
+    world_copies.machine_index.cache_clear(), world_copies.installed_files.cache_clear()
+
+
+OWNED = {
+    "another version": (
         {
-            "single.py": code,
-            "small/__init__.py": "",
-            "small/core.py": code,
-            "lib/__init__.py": "def other(): pass\n",
-            "single_more.py": "x = 1\n",
+            "shop/__init__.py": "",
+            "shop/price.py": "def old(): pass\n",
+            "bag.py": "",
+            "shop-1.dist-info/RECORD": "shop/__init__.py shop/price.py bag.py",
         },
-    )
-    py_compile.compile(str(site / "single.py"))
-    with zipfile.ZipFile(tmp_path / "env" / "bundled.whl", "w") as archive:
-        archive.writestr("vendor/small/core.py", code)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    monkeypatch.setattr(sys, "path", [str(site)])
-    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
-    found = lambda files: [
-        place.removeprefix(str(tmp_path))
-        for place in world_copies.installed_copies(files)
-        if str(tmp_path) in place
-    ]
-    at = "/env/lib/site-packages"
-    bytecode = f"{at}/__pycache__/single.{sys.implementation.cache_tag}.pyc"
-    assert found({"single.py": code}) == [bytecode, f"{at}/single.py"]
+        {"src/shop/__init__.py": "", "src/shop/price.py": STEPS},
+        ["bag.py", "shop", "shop-1.dist-info"],
+    ),
+    "a module": (
+        {"shop.py": "def old(): pass\n", "shop-1.dist-info/RECORD": "shop.py ../bin/shop"},
+        {"shop.py": STEPS},
+        ["shop-1.dist-info", "shop.py"],
+    ),
+    "part of a namespace": (
+        {
+            "corp/shop/__init__.py": "",
+            "corp/shop/price.py": "",
+            "corp/bag/__init__.py": "def carry(): pass\n",
+            "shop-1.dist-info/RECORD": "corp/shop/__init__.py corp/shop/price.py",
+            "bag-1.dist-info/RECORD": "corp/bag/__init__.py",
+        },
+        {"src/corp/shop/price.py": STEPS},
+        ["corp/shop", "shop-1.dist-info"],
+    ),
+    "an __init__ is all there is": (
+        {"shop/__init__.py": "old = 1\n", "shop-1.dist-info/RECORD": "shop/__init__.py"},
+        {"shop/__init__.py": STEPS},
+        ["shop", "shop-1.dist-info"],
+    ),
+    "scripts in a folder called like a dependency": (
+        {
+            "box/__init__.py": "",
+            "box/lid.py": "def close(): pass\n",
+            "box-1.dist-info/RECORD": "box/__init__.py box/lid.py",
+        },
+        {"shop/__init__.py": STEPS, "box/__init__.py": "", "box/build.py": STEPS},
+        [],
+    ),
+    "tests that a dependency left in the open": (
+        {
+            "box.py": "def close(): pass\n",
+            "tests/__init__.py": "",
+            "tests/test_box.py": STEPS,
+            "box-1.dist-info/RECORD": "box.py tests/__init__.py tests/test_box.py",
+        },
+        {"shop/price.py": STEPS, "tests/__init__.py": "", "tests/test_box.py": STEPS},
+        [],
+    ),
+    "no metadata and another text": (
+        {"shop/__init__.py": "", "shop/price.py": "def other(): pass\n"},
+        {"shop/__init__.py": "", "shop/price.py": STEPS},
+        [],
+    ),
+    "no metadata and most of the text": (
+        {
+            "more/_vendor/shop/price.py": STEPS,
+            "more/_vendor/shop/tax.py": STEPS + "X = 1\n",
+            "bin/tool.py": "def main(): pass\n",
+        },
+        {
+            **{f"shop/{name}.py": STEPS for name in ("price", "tax", "new")},
+            "bin/update.py": "def main(): pass\n",
+        },
+        ["more/_vendor/shop"],
+    ),
+}
+
+
+@pytest.mark.parametrize("title", OWNED)
+def test_hidden_is_what_a_distribution_owns_that_has_a_file_of_the_repository_and_what_has_its_text(
+    title, hidden_of
+):
+    installed, files, hidden = OWNED[title]
+    assert hidden_of(installed, files) == hidden
+
+
+def test_copies_without_metadata_are_found_by_the_layout_of_the_package(tmp_path, hidden_of):
+    installed = {
+        "single.py": STEPS,
+        "small/__init__.py": "",
+        "small/core.py": STEPS,
+        "lib/__init__.py": "def other(): pass\n",
+        "single_more.py": "x = 1\n",
+    }
+    write(tmp_path / "lib", installed)
+    py_compile.compile(str(tmp_path / "lib" / "single.py"))
+    with zipfile.ZipFile(tmp_path / "lib" / "bundled.whl", "w") as archive:
+        archive.writestr("vendor/small/core.py", STEPS)
+    (tmp_path / "lib" / "broken.whl").write_bytes(b"PK")
+    bytecode = f"__pycache__/single.{sys.implementation.cache_tag}.pyc"
+    assert hidden_of(installed, {"single.py": STEPS}) == [bytecode, "single.py"]
     for layout in ("lib", "packages/core", "python/src"):
-        files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": code}
-        assert found(files) == ["/env/bundled.whl", f"{at}/small"], layout
-    assert found({"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}) == []
-    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
+        files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": STEPS}
+        assert hidden_of(installed, files) == ["bundled.whl", "small"], layout
+    unlike = {"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}
+    assert hidden_of(installed, unlike) == []
 
 
 # ------------------------------------------------------------ tests inside, modes, links, names

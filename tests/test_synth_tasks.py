@@ -1628,12 +1628,10 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
         tmp_path,
     )
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    copies.places.cache_clear()
     # lib/small/misc.py belongs to another package of the same name.
     assert copies.installed_copies({"src/small/core.py": code, "test_x.py": ""}) == [
         f"{tmp_path}/lib/other/_vendor/small"
     ]
-    copies.places.cache_clear()
     for alias in (
         path for path in world_sandbox.SYSTEM if os.path.islink(path) and os.path.isdir(path)
     ):
@@ -1651,14 +1649,22 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
 
 
 @caged
-def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_path, monkeypatch):
-    # `mktemp -d` makes such a folder. Inside the sandbox the agent is another user.
-    closed = tmp_path / "environment"
-    world_files.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
-    closed.chmod(0o700)
-    monkeypatch.setattr(sys, "prefix", str(closed))
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_of_a_virtual_environment_a_command_sees_python_and_its_packages_and_no_checkout_beside_them(
+    mode, tmp_path, monkeypatch
+):
+    # `mktemp -d` makes a folder that is closed to others; in the sandbox the agent is another user.
+    folder = tmp_path / "environment"
+    shown = {"bin/tool.py": "print('ran')\n", "lib/more.py": "", "pyvenv.cfg": "", "share/x": ""}
+    beside = {"src/shop/tests/test_price.py": "", "tasks.jsonl": "", "shop/price.py": ""}
+    world_files.write_tree({**shown, **beside}, folder)
+    folder.chmod(mode)
+    monkeypatch.setattr(sys, "prefix", str(folder))
     with fresh_directory() as root:
-        assert world_sandbox.Sandbox().run(f"python {closed}/bin/tool.py", root).output == "ran\n"
+        box = world_sandbox.Sandbox()
+        assert box.run(f"python {folder}/bin/tool.py", root).output == "ran\n"
+        listing = box.run(f"cd {folder} && find * -type f | sort", root).output
+    assert listing.split() == sorted(shown)
 
 
 def command(*words, **options):

@@ -194,14 +194,3 @@ def edited(text, path, old, new):
         + put_in_place(shown, start, old, new)
         + text[shown.place(start + len(old)) :]
     )
-
-
-def without_middle(text, most):
-    """The text in at most `most` characters. Of a longer text the beginning and the end are left,
-    and a line between them says how much is missing."""
-    if len(text) <= most:
-        return text
-    # 40 characters are room for that line.
-    half = max(0, most - 40) // 2
-    missing = len(text) - 2 * half
-    return f"{text[:half]}\n[{missing} characters cut]\n{text[len(text) - half:]}"

@@ -41,6 +41,26 @@ except ModuleNotFoundError as missing:
     sys.exit(2)
 
 
+# What a folder holds that Python is installed in. A virtual environment may be a project's own
+# folder, with checkouts, tests and tasks beside these.
+INSTALLED = ("bin", "include", "lib", "lib64", "share", "pyvenv.cfg")
+
+
+def python_places():
+    """The places of this Python and its packages that are not below /usr. Those of a base Python
+    and of an environment made from it are listed both, under every name that they have."""
+    places = set()
+    for prefix in {sys.prefix, *map(os.path.realpath, (sys.base_prefix, sys.prefix))}:
+        if not f"{prefix}/".startswith("/usr/"):
+            places |= {os.path.join(prefix, name) for name in INSTALLED}
+    return sorted(places)
+
+
+def shown_folders():
+    """The folders of this machine in which a sandbox shows Python packages."""
+    return "/usr", *python_places()
+
+
 # ---------------------------------------------------------------- failures of the machine
 
 

@@ -16,7 +16,6 @@ import ast
 import builtins
 import functools
 import re
-from pathlib import Path
 
 from world.machine import program_inside
 from world.untrusted import parse

@@ -48,6 +48,7 @@ from world.machine import (
     as_machine_failure,
     fresh_directory,
     is_machine_failure,
+    python_places,
     room_left,
     try_again,
 )
@@ -98,6 +99,7 @@ NETWORK = (
     "/etc/ssl",
     "/etc/pki",
     "/etc/pip.conf",
+    f"{sys.prefix}/pip.conf",
 )
 
 
@@ -263,18 +265,9 @@ class Sandbox:
         if not self.network:
             words.append("--unshare-net")
 
-        # This Python, where it is not below /usr. A folder that is closed to other users (mktemp -d
-        # makes such) is not mounted itself: its entries are, in a folder that is open.
-        prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
-        mounts = []
-        for path in sorted(path for path in prefixes if not (path + "/").startswith("/usr/")):
-            if os.stat(path).st_mode & 5 == 5:
-                mounts.append(path)
-            else:
-                mounts += sorted(map(str, Path(path).iterdir()))
-
-        # The folders above all of these, readable for every user.
-        parents = set()
+        # This Python, and the folders above it and above the network's settings. They are made
+        # anew: `mktemp -d` makes a folder that is closed to other users.
+        mounts, parents = python_places(), set()
         for path in (*NETWORK, *mounts):
             parents.update(str(parent) for parent in Path(path).parents)
         words += ["--tmpfs", "/etc"]

@@ -113,3 +113,7 @@ SUMMARIZE = "<|summary|>"
 
 class Refusal(ValueError):
     """Why an input cannot be used, in one line for the user."""
+
+
+class Discard(Exception):
+    """Why a deletion makes no task, in a few words."""

@@ -125,25 +125,26 @@ def decode_source(stored):
     return text, encoding
 
 
+@functools.lru_cache(1024)
 def read_tree(stored):
-    """The new syntax tree of a file; None where Python 3 cannot read it."""
+    """The syntax tree of a file; None where Python 3 cannot read it. All callers share it, so
+    nobody may change it."""
     try:
         return parse(decode_source(stored)[0])
     except DECODE_ERRORS:
         return None
 
 
-def parse_stored(stored):
-    """A new syntax tree, which the caller may change; empty where Python 3 cannot read the file."""
-    return read_tree(stored) or ast.Module([], [])
-
-
-@functools.lru_cache(1024)
-def parsed(stored):
-    """The same tree from a cache. All callers share it, so nobody may change it."""
-    return parse_stored(stored)
-
-
 def is_python(stored):
     """True if Python 3 can read this file."""
     return read_tree(stored) is not None
+
+
+def parsed(stored):
+    """The shared tree of a file; an empty one where Python 3 cannot read it."""
+    return read_tree(stored) or ast.Module([], [])
+
+
+def parse_stored(stored):
+    """The same tree anew, which the caller may change."""
+    return read_tree.__wrapped__(stored) or ast.Module([], [])

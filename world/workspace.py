@@ -18,7 +18,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
-from world.edits import ToolError, edited, without_middle
+from world.edits import ToolError, edited
 from world.files import (
     DEEPEST,
     largest_size,
@@ -33,14 +33,14 @@ from world.files import (
 from world.machine import MachineFailure, as_machine_failure, fresh_directory
 from world.memo import is_function_of_files
 from world.recorder import Recorder
-from world.sandbox import Sandbox
+from world.sandbox import CutOutput, Sandbox
 from world.tree import FileText
 
 
 class Workspace:
     """A task's files in a real private directory, and the four tools on it. They raise ToolError
     with a text for the agent. sandbox: for a repository's task what repositories.cage.sandbox_for
-    gives; longest: the most characters that `read` shows."""
+    gives; longest: the most bytes that `read` shows."""
 
     def __init__(self, task, sandbox=None, longest=16_000):
         self.task, self.sandbox = task, sandbox or Sandbox()
@@ -81,7 +81,9 @@ class Workspace:
         except FileNotFoundError:
             raise ToolError(f"no such file: {path[:80]}") from None
         self.recorder.note_read(path)
-        return without_middle(text, self.longest)
+        shown = CutOutput(self.longest)
+        shown.add(text.encode())
+        return shown.text()
 
     def edit(self, path, old, new):
         """Replaces `old`, which must occur exactly once; an empty `old` appends, or creates the
