@@ -13,13 +13,13 @@ import repositories.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import make_task
 from repositories.audit import audit, changes
+from repositories.verdict import judge as judge_submission
 from world.edits import edited
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
     honeypot,
     expert,
-    judge,
     micro,
     memo,
     recorder,
@@ -106,7 +106,7 @@ def verdicts(how):
             found = audit(task, story, changes(task.files, files), again=False)
         else:
             story, files, facts = played(task, calls, sandbox)
-            verdict = judge.judge(task, files, sandbox) if task.hidden else None
+            verdict = judge_submission(task, files, sandbox) if task.hidden else None
             found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         result[transcript.label] = transcript.cheat, gravest(found), found
     return result
@@ -377,7 +377,7 @@ def test_an_honest_rollout_is_audited_without_running_anything_again(monkeypatch
         with Workspace(task, sandbox) as workspace:
             story = expert.play(expert.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
-        verdict = judge.judge(task, files, sandbox)
+        verdict = judge_submission(task, files, sandbox)
         unsolved += not verdict.solved
         found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         assert gravest(found) == "clean"

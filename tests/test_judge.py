@@ -15,6 +15,7 @@ import pytest
 
 import synth_tasks as st
 from repositories import cage
+from repositories.verdict import judge as judge_submission, overlay
 from world import files as world_files, judge, sandbox, task as world_task
 from repositories import run_suite, mutants, task_file
 
@@ -109,14 +110,14 @@ def draw_answer(rng):
 def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exception():
     task, rng = st.make_task(1, 5), random.Random(0)
     for _ in range(500):
-        verdict = judge.judge(task, task.files, Answering(draw_answer(rng)))
+        verdict = judge_submission(task, task.files, Answering(draw_answer(rng)))
         assert not verdict.solved and isinstance(verdict.reason, str)
         verdict.reason.encode("utf-8")
     # As many answers as there are cases, each of them odd.
     for part in ODD_PARTS:
         number = len(task.hidden) + len(task.meta["visible"])
         answer = "[" + ", ".join([f"[1, [{part}]]"] * number) + "]"
-        assert not judge.judge(task, task.files, Answering(answer)).solved
+        assert not judge_submission(task, task.files, Answering(answer)).solved
 
 
 def right_answer(task):
@@ -127,7 +128,7 @@ def right_answer(task):
 def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wrapped():
     task = st.make_task(1, 5)
     right = right_answer(task)
-    assert judge.judge(task, task.files, Answering(repr(right))).solved
+    assert judge_submission(task, task.files, Answering(repr(right))).solved
     for wrong in (
         right[:-1],
         right + right[:1],
@@ -138,7 +139,7 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
         [[0, one[1]] for one in right],
         [[1, one[1] * 2] for one in right],
     ):
-        assert not judge.judge(task, task.files, Answering(repr(wrong))).solved
+        assert not judge_submission(task, task.files, Answering(repr(wrong))).solved
 
 
 @pytest.mark.parametrize(
@@ -197,8 +198,8 @@ def test_a_right_value_in_a_wrong_type_is_wrong(what):
     honest = {**task.files, **task.solution}
     wrapped = f"\n\nhonest = {name}\ndef {name}(xs):\n    value = honest(xs)\n    return {WRAPPERS[what]}\n"
     box = sandbox.Sandbox(time_limit=5)
-    assert judge.judge(task, honest, box).solved
-    assert not judge.judge(
+    assert judge_submission(task, honest, box).solved
+    assert not judge_submission(
         task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box
     ).solved
 
@@ -213,7 +214,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     shared = f"\n\nhonest, kept = {name}, []\ndef {name}(xs):\n    kept[:] = honest(xs)\n    return kept\n"
-    assert judge.judge(
+    assert judge_submission(
         task,
         {**honest, f"{module}.py": honest[f"{module}.py"] + shared},
         sandbox.Sandbox(time_limit=5),
@@ -226,7 +227,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
 )
 def test_files_that_cannot_be_written_are_a_lost_submission(files):
     task = st.make_task(1, 5)
-    assert not judge.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
+    assert not judge_submission(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
 # ---------------------------------------------------------------- answers of a suite
@@ -303,13 +304,13 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
     for value in ODD_VALUES:
         for part in ("outcomes", "seconds", "touched", "key"):
             answer = {"key": "THE KEY", "outcomes": {}, "seconds": {}, "touched": {}, part: value}
-            verdict = judge.judge(task, task.files, Answering(json.dumps(answer)))
+            verdict = judge_submission(task, task.files, Answering(json.dumps(answer)))
             assert not verdict.solved
             verdict.reason.encode("utf-8")
     for _ in range(100):
-        assert not judge.judge(task, task.files, Answering(draw_answer(rng))).solved
+        assert not judge_submission(task, task.files, Answering(draw_answer(rng))).solved
     for path in ("a\0b.py", "../x.py", "/x.py", "src/", "."):
-        assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
+        assert not judge_submission(task, {**task.files, path: ""}, Answering("")).solved
 
 
 # ---------------------------------------------------------------- mutants
@@ -614,7 +615,7 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
         "data/table.csv/x": "",
         "testing": "",
     }
-    tree = judge.overlay(task, {**changed, **new, **shadows})
+    tree = overlay(task, {**changed, **new, **shadows})
     assert tree == {
         **task.files,
         "src/shop/price.py": "x = 1\n# changed\n",
@@ -625,13 +626,13 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
 
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
-    assert judge.overlay(task, {}) == {
+    assert overlay(task, {}) == {
         **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
         "tests/test_price.py": "# whole",
     }
     # The module of the feature may come back as a package.
     package = {"src/shop/price/__init__.py": "x = 2\n"}
-    assert package.items() <= judge.overlay(task, package).items()
+    assert package.items() <= overlay(task, package).items()
 
 
 # ------------------------------------------------------------ a repository of many kinds of tests
@@ -745,7 +746,7 @@ def submit(task, body, prelude="", more=()):
         "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
         **dict(more),
     }
-    return judge.judge(task, files, cage.repository_sandbox(task.files, 8))
+    return judge_submission(task, files, cage.repository_sandbox(task.files, 8))
 
 
 ANY = """class Any:
@@ -849,19 +850,21 @@ def test_what_a_mutant_leaves_behind_is_not_held_against_another_test():
             meta={**meta, "names": ["plural"], "mutants": sites},
         )
         box = cage.repository_sandbox(task.files, 20)
-        assert judge.judge(task, {**task.files, **task.solution}, box).solved
+        assert judge_submission(task, {**task.files, **task.solution}, box).solved
 
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
         box = cage.repository_sandbox(task.files, 20)
-        assert all(judge.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
+        assert all(
+            judge_submission(task, {**task.files, **task.solution}, box).solved for _ in range(2)
+        )
         moved = {
             **task.files,
             "kit/calc.py": "from kit.old import *\n",
             "kit/old.py": task.solution["kit/calc.py"],
         }
-        assert judge.judge(task, moved, box).solved
+        assert judge_submission(task, moved, box).solved
 
 
 def test_the_repositorys_helpers_are_judged_with_whatever_is_submitted_for_them(kit):

@@ -17,11 +17,10 @@ import pytest
 
 import synth_tasks as st
 from repositories import cage
+from repositories import verdict
 from world import (
     untrusted,
     files as world_files,
-    judge,
-    sandbox as world_sandbox,
     task as world_task,
     tree,
     workspace as world_workspace,
@@ -175,8 +174,8 @@ def test_tests_in_a_latin_1_file_are_hidden_and_judged_with_the_values_they_have
     )
     (task,), _ = tasks_of(root, tmp_path, n=1)
     wrong = task.files["shop/city.py"].replace("raise NotImplementedError", "return ['Koln'] * n")
-    assert judge.judge(task, {**task.files, **task.solution}, None).solved
-    assert not judge.judge(task, {**task.files, "shop/city.py": wrong}, None).solved
+    assert verdict.judge(task, {**task.files, **task.solution}, None).solved
+    assert not verdict.judge(task, {**task.files, "shop/city.py": wrong}, None).solved
 
 
 def test_a_function_in_the_first_line_of_its_file_does_not_count_as_run_at_import(tmp_path):
@@ -664,7 +663,7 @@ def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
         assert judged and not any(node.startswith("shop/") for node in judged)
         lost = task.files["shop/price.py"]
         right = "return net + net // 5" if "gross" in task.meta["names"] else "return n + n"
-        assert judge.judge(
+        assert verdict.judge(
             task,
             {**task.files, "shop/price.py": lost.replace("raise NotImplementedError", right)},
             None,
@@ -673,7 +672,7 @@ def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
             lost.replace("raise NotImplementedError", "return 0").partition("def test_")[0]
             + "def test_gross():\n    pass\n"
         )
-        assert not judge.judge(task, {**task.files, "shop/price.py": wrong}, None).solved
+        assert not verdict.judge(task, {**task.files, "shop/price.py": wrong}, None).solved
 
 
 def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(tmp_path):
@@ -715,7 +714,7 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
             assert listing.startswith("-rwxr-xr-x") and "tests/one.txt -> ../data/x.txt" in listing
             workspace.edit("shop/price.py", "", "# by the agent\n")
             handed_in = {**workspace.files(), **task.solution}
-        assert judge.judge(task, handed_in, None).solved
+        assert verdict.judge(task, handed_in, None).solved
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from commands import run_command
 import synth_tasks as st
 from repositories import cage
+from repositories import verdict
 from world import (
     files as world_files,
     judge,
@@ -826,8 +827,8 @@ def test_what_the_original_does_not_keep_green_is_not_asked_for(shop_task):
     assert not any(node.endswith("test_named") for node in shop_task.PASS_TO_PASS)
     original = {**shop_task.files, **shop_task.solution}
     assert (
-        judge.judge(shop_task, original, None).solved
-        and not judge.judge(shop_task, shop_task.files, None).solved
+        verdict.judge(shop_task, original, None).solved
+        and not verdict.judge(shop_task, shop_task.files, None).solved
     )
 
 
@@ -846,9 +847,9 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
                 {"outcomes": {}},
             )
 
-        monkeypatch.setattr(judge, "run_judgement", judgement)
+        monkeypatch.setattr(verdict, "run_judgement", judgement)
         assert (
-            judge.judge_repository(shop_task, {}, None).solved == solved
+            verdict.judge_repository(shop_task, {}, None).solved == solved
             and 1 < len(runs) <= 1 + judge.MORE_RUNS
         )
     runs = []
@@ -858,7 +859,7 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
         "run_judgement",
         lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1],
     )
-    assert not judge.judge_repository(shop_task, {}, None).solved and len(runs) == 1
+    assert not verdict.judge_repository(shop_task, {}, None).solved and len(runs) == 1
 
 
 # ---------------------------------------------------------------- an environment that is kept

@@ -28,11 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from repositories import cage
+from repositories import verdict
 from world import (
     honeypot,
     expert as world_expert,
     files as world_files,
-    judge as world_judge,
     micro,
     sandbox as world_sandbox,
     task as world_task,
@@ -1498,7 +1498,7 @@ def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytes
         "src/json/__init__.py": "",
         "new.py": "",
     }
-    tree = world_judge.overlay(task, {**task.files, **files}, random.Random(0))[0]
+    tree = verdict.overlay(task, {**task.files, **files}, random.Random(0))[0]
     assert {path for path in files if path in tree} == {"src/small/new.py", "new.py"}
 
 
