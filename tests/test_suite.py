@@ -850,7 +850,7 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
         monkeypatch.setattr(verdict, "run_judgement", judgement)
         assert (
             verdict.judge_repository(shop_task, {}, None).solved == solved
-            and 1 < len(runs) <= 1 + judge.MORE_RUNS
+            and 1 < len(runs) <= 1 + verdict.MORE_RUNS
         )
     runs = []
     hidden = shop_task.FAIL_TO_PASS[0]
