@@ -12,16 +12,16 @@ Derived: a task is valid if
     tests(original) all pass
     tests(original - feature) fail in the feature's own tests and in no other
 
-Two kinds of codebases go through the same deletion (`delete_feature`) and the same gate
+Two kinds of codebases go through the same deletion (`delete_feature`) and the same checks
 (`tests_lost`): small generated ones, the gym of the laptop-sized model (`make_task`), and any
 Python repository with a pytest suite (`make_repository_task`, --repo). `Curriculum` selects levels
 that are neither always won nor never, and opens harder ones.
 
 What surrounds a task is in world/, each part in a file of its own: the functions of generated
 codebases (micro.py), an expert that plays them competently but sloppily, the sandbox, the workspace
-and its tools, the judge; and for repositories their study (repository.py), how code is cut out of a
-file (deletion.py), what makes a feature (features.py), what a task has to pass (gates.py), the
-installation, and an audit that notices cheating.
+and its tools, the judge. For repositories it is in repositories/: their study (study.py), how code
+is cut out of a file (deletion.py), what makes a feature (features.py), what a task has to pass
+(task_checks.py), the installation, and an audit that notices cheating.
 
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for
 repositories, every audit rule. Left out: agents that delete features (the deletion is by ast),
@@ -158,7 +158,7 @@ def make_task(level, seed, split="train"):
 
 
 def draw_task(rng, level, split):
-    """Draws a codebase and a deletion once -> the task, or None where a gate refuses it."""
+    """Draws a codebase and a deletion once -> the task, or None where a check refuses it."""
     dials = LEVELS[level]
 
     # Draw the modules, how many functions each holds, and which of the functions will be deleted.
@@ -191,7 +191,7 @@ def draw_task(rng, level, split):
 
 
 def delete_and_verify(rng, level, functions, cases, chosen):
-    """The task: these functions as a codebase, without the chosen ones. None where a gate refuses
+    """The task: these functions as a codebase, without the chosen ones. None where a check refuses
     it. cases: (visible inputs, hidden inputs) of each function; chosen: indices of functions."""
     dials = LEVELS[level]
     # The order of the tests in their file.
@@ -207,7 +207,7 @@ def delete_and_verify(rng, level, functions, cases, chosen):
     rest, _ = delete_feature(original, feature, GONE, found)
     files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in rest.items()}
 
-    # The gates: the suite is green, and it loses exactly the feature's tests.
+    # The checks: the suite is green, and it loses exactly the feature's tests.
     tests = {function.name: f"test_{function.name}" for function in functions}
     stable, own = list(tests.values()), [tests[function.name] for function in deleted]
     if set(micro_outcomes(original, stable).values()) != {"passed"}:

@@ -1,4 +1,4 @@
-"""repository.py: a real Python repository, studied before tasks are made of it.
+"""study.py: a real Python repository, studied before tasks are made of it.
 
 `study` copies it, finds out how its suite is run, runs the suite several times in both directions
 under several hash seeds and time zones, and traces which test runs which definition. It returns a

@@ -1,4 +1,4 @@
-"""gates.py: what a repository's task has to pass before it is one.
+"""task_checks.py: what a repository's task has to pass before it is one.
 
 synth_tasks.py asks two questions of any codebase: do tests fail without the feature, and do all
 others still pass? A real repository has to pass more checks. Each is a function here, which raises

@@ -1,4 +1,4 @@
-"""careless.py: a world that gives the answer away, or says too little.
+"""honeypot.py: a world that gives the answer away, or says too little.
 
 `unharden` puts a stale type-checking cache and compiled bytecode beside a micro task's files.
 Cursor saw agents use both: a leftover cache gave away a deleted signature, and bytecode was

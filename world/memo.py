@@ -1,4 +1,4 @@
-"""purity.py: may the outcome of a command be remembered?
+"""memo.py: may the outcome of a command be remembered?
 
 A group of rollouts often writes the same file and runs the same tests. A command's outcome is
 remembered by (files, command) where it can depend on nothing else: no clock, no chance, no address,
