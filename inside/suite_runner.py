@@ -12,7 +12,7 @@ on stdin, which is read before any code of the repository runs:
     everything  also run what is no test function: doctests, checks of style
     limit       seconds for one test; 0 for no limit
     reverse, trace: switches
-    times       how many runs, each in a process of its own; each answers with a line
+    times       how many runs of what was collected, each in a fork; each answers with a line
 
 The answer is the last line of the output, JSON again. Before it a line is written as each test
 starts, so that a suite that is killed has told how far it got.
@@ -27,6 +27,7 @@ root = os.getcwd()
 whole_path = list(sys.path)
 sys.path[:] = [path for path in whole_path if path and not f"{path}/".startswith(f"{root}/")]
 
+import gc
 import json
 import signal
 import tempfile
@@ -122,6 +123,22 @@ def part_of_outcome(report):
     return "passed" if report.when == "call" else None
 
 
+def repeat_from_here():
+    """Each run but the last is a fork of this process, which goes on from here and answers for
+    itself. Starting Python, importing and collecting take most of a short run, and all runs share
+    them; no run sees what another one does."""
+    gc.freeze()  # a search for garbage would write to memory that the forks share
+    for _ in range(order["times"] - 1):
+        child = os.fork()
+        if not child:
+            # Other random numbers than those of the process it comes from: Python sees to that for
+            # its own generator, and not for numpy's.
+            if "numpy.random" in sys.modules:
+                sys.modules["numpy.random"].seed()
+            return
+        os.waitpid(child, 0)
+
+
 class Reporter:
     """What we hear from pytest, written down; it also selects the tests and times each of them."""
 
@@ -142,9 +159,11 @@ class Reporter:
             kept = [item for item in kept if item.nodeid in only]
         items[:] = kept[::-1] if order["reverse"] else kept
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session):
         touched["import"] = sorted(now.copy())
         write_line(f"{len(session.items)} tests")
+        repeat_from_here()
 
     def pytest_runtest_logstart(self, nodeid):
         write_line(f"> {nodeid}")
@@ -187,11 +206,6 @@ class Reporter:
     def pytest_internalerror(self, excrepr):
         errors[""] = str(excrepr).strip().split("\n")[-1][:300]
 
-
-# Each run but the last is a fork, which answers for itself.
-while order["times"] > 1 and (child := os.fork()):
-    os.waitpid(child, 0)
-    order["times"] -= 1
 
 # Run the suite. Code that runs in threads is traced as well.
 if order["trace"]:

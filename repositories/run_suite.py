@@ -86,8 +86,8 @@ def run_by_plan(
     tests to run; None for all. reverse: the opposite order. trace: note the code that each test
     runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
     all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
-    everything: also run what is no test function, as doctests. times: how many runs; what a test
-    did not do in all of them is no outcome of it."""
+    everything: also run what is no test function, as doctests. times: how many runs of what was
+    imported and collected once; what a test did not do in all of them is no outcome of it."""
     # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:
@@ -205,17 +205,18 @@ def green_command(files, plan, ignored, left_out, sandbox):
     """(the command line of a plan that is green for these files, the files it ignores, the tests it
     leaves out); (None, [], the reason) where there is none.
 
-    What is red in the original is left out by name: test files, tests, doctests, checks of style.
-    A command counts as green after two runs: its tests by the reporter, and the line itself."""
-    left_out, ignored, reason = set(left_out), set(ignored), ""
-    for _ in range(3):
+    What is red in the original is left out by name: test files, tests, doctests, checks of
+    style."""
+    left_out, ignored, known, reason = set(left_out), set(ignored), {}, ""
+    for number in range(4):
         # What is red, as the reporter tells it. Doctests and checks of style count, too, since the
-        # command runs them.
-        answer = run_suite(files, sandbox, limit=False, plan=plan, everything=True)
-        known = answer["outcomes"]
-        left_out = {node for node in left_out if node in known}
-        left_out |= {node for node in known if known[node] in ("failed", "error")}
-        ignored |= {where for where in answer["errors"] if where in files}
+        # command runs them. At first nothing may have to be left out by name.
+        if left_out or number:
+            answer = run_suite(files, sandbox, limit=False, plan=plan, everything=True)
+            known = answer["outcomes"]
+            left_out = {node for node in left_out if node in known}
+            left_out |= {node for node in known if known[node] in ("failed", "error")}
+            ignored |= {where for where in answer["errors"] if where in files}
 
         # The command without it, which is run as the agent will run it.
         command = suites.test_command(plan, left_out, ignored, known)

@@ -217,9 +217,9 @@ def check_original(task, repository, sandbox):
         if not lost:
             continue
 
-        # A lost test is unstable, or it depends on the names of hidden tests, which the judge
-        # changes. Without it the original has to win. Later tasks find out by themselves: what
-        # they ask for must not depend on which task was verified first.
+        # A lost test is unstable, or it needs a file that the task leaves out since that holds the
+        # feature's code. Without it the original has to win. Later tasks find out by themselves:
+        # what they ask for must not depend on which task was verified first.
         kept = [node for node in task.PASS_TO_PASS if node not in lost]
         task = replace(task, PASS_TO_PASS=kept)
         lost, loose, _ = run_judgement(task, original, sandbox, world, whole)

@@ -16,7 +16,6 @@ from repositories import cage
 from repositories import verdict
 from world import (
     files as world_files,
-    judge,
     sandbox as world_sandbox,
     task as world_task,
     workspace as world_workspace,
@@ -748,6 +747,19 @@ def test_a_suite_is_run_in_the_world_that_it_is_told():
         assert set(answer["outcomes"].values()) == {"passed"}, world
 
 
+def test_runs_that_share_an_import_share_nothing_that_a_test_does_and_draw_numbers_of_their_own():
+    """Each test that is left passes in all of thirty runs: by chance none of the others would."""
+    text = (
+        "import os\nimport random\nimport numpy\n\nseen, imported_by = [], os.getpid()\n\n\n"
+        "def test_first():\n    seen.append(1)\n    assert len(seen) == 1\n\n\n"
+        "def test_draw():\n    assert random.random() < 0.5\n\n\n"
+        "def test_numpy():\n    assert numpy.random.rand() < 0.5\n\n\n"
+        "def test_imported_here():\n    assert imported_by == os.getpid()\n"
+    )
+    outcomes = names(run({"test_a.py": text}, times=30)["outcomes"])
+    assert outcomes == {"test_first": "passed"}  # the last run only is no fork
+
+
 def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(tmp_path):
     more = (
         "\n\ndef test_order():\n    assert len({hash(w) % 7 for w in 'abcdefg'}) > 0 and hash('a word') % 2 == %d\n\n\n"
@@ -783,21 +795,23 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
 # ---------------------------------------------------------------- a task that is written holds
 @pytest.fixture(scope="module")
 def shop_task(tmp_path_factory):
-    """A task of a repository in which a test counts the functions of its module, one fails, and a
-    fixture needs the feature."""
+    """A task of a repository in which a test compares an index of definitions with the source, one
+    fails, and a fixture needs the feature. The task leaves out the index, which names the feature.
+    """
     root = tmp_path_factory.mktemp("held")
     text = (
-        "import types\nimport pytest\n"
+        "from pathlib import Path\nimport pytest\n"
         + TEST
         + "\n\ndef test_gross_again():\n    assert gross(20) == 24\n\n\ndef test_broken():\n    assert 0\n"
-        "\n\ndef test_named():\n    own = [f for f in globals().values() if isinstance(f, types.FunctionType) and f.__module__ == __name__]\n"
-        "    assert len(own) == 7\n"
+        "\n\ndef test_named():\n    body = 'total = net + tax' in Path('shop/price.py').read_text()\n"
+        "    assert Path('tags').exists() == body\n"
         "\n\n@pytest.fixture\ndef paid():\n    return gross(5)\n\n\ndef test_paid(paid):\n    assert paid == 6\n"
         "\n\ndef test_four():\n    assert twice(2) == 4\n\n\ndef test_six():\n    assert twice(3) == 6\n"
     )
     files = {
         **BASE,
-        "tests/test_price.py": text.replace("== 7", "in (8, 9)"),
+        "tests/test_price.py": text,
+        "tags": "shop/price.py: def gross(net)\n",
         "pytest.ini": "[pytest]\naddopts = -ra --nosuch=1\n",
     }
     out = root / "tasks.jsonl"
@@ -818,13 +832,14 @@ def test_the_command_that_a_task_states_is_green_with_the_original_and_red_witho
     with world_workspace.Workspace(shop_task, sandbox) as workspace:
         assert not run_suite.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():
-            workspace.place(path).write_text(text)
+            Path(workspace.root, path).write_text(text)
         assert run_suite.is_green(workspace.run(shop_task.test_command))
     assert "test_broken" in shop_task.test_command and "nosuch" not in shop_task.test_command
 
 
 def test_what_the_original_does_not_keep_green_is_not_asked_for(shop_task):
     assert not any(node.endswith("test_named") for node in shop_task.PASS_TO_PASS)
+    assert "::test_named" in shop_task.test_command  # left out of it by name
     original = {**shop_task.files, **shop_task.solution}
     assert (
         verdict.judge(shop_task, original, None).solved
@@ -855,7 +870,7 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
     runs = []
     hidden = shop_task.FAIL_TO_PASS[0]
     monkeypatch.setattr(
-        judge,
+        verdict,
         "run_judgement",
         lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1],
     )
