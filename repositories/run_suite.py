@@ -98,6 +98,7 @@ def run_by_plan(
     up = plan.upwards()
     words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
     words += ["-x"] if brief else []
+    words += [] if plan.rewrite else ["--assert=plain"]
     words += ["-c", up + plan.config] if plan.config else []
     words += ["--rootdir", up or ".", *paths]
 

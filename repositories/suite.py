@@ -132,11 +132,14 @@ class Plan:
     config: str = ""  # pytest's configuration file
     folder: str = ""  # where pytest is started
     paths: list = field(default_factory=list)  # what is collected; [] leaves it to pytest
+    # pytest rewrites each assertion, so that its message shows the values. That takes half of a
+    # run; the runs of the judge go without where no test needs it.
+    rewrite: bool = True
     said: list = field(default_factory=list)  # what was left out, a line each
 
     def to_meta(self):
         """The fields that a task stores in its `meta`: all but `said`."""
-        return dict(options=self.options, config=self.config, folder=self.folder, paths=self.paths)
+        return {name: value for name, value in vars(self).items() if name != "said"}
 
     def upwards(self):
         """The way from the plan's folder to the root, in front of a path: "" or "../" and so on."""
@@ -151,7 +154,9 @@ def plan_of_task(meta):
     # A file of tasks may come from a stranger: only known fields are taken, each of its type.
     lists, texts = ("options", "paths"), ("config", "folder")
     refusal = ValueError("no plan of a suite")
-    if type(meta) is not dict or not set(meta) <= {*lists, *texts}:
+    if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
+        raise refusal
+    if type(meta.get("rewrite", True)) is not bool:
         raise refusal
 
     # Lists of words that a command line can hold.

@@ -193,8 +193,12 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
 
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
-    answer = run({**BASE, "tests/test_words.py": text})
-    assert set(answer["outcomes"].values()) == {"passed"}
+    files = {**BASE, "tests/test_words.py": text}
+    sandbox = cage.repository_sandbox(files, 60)
+    found = study.find_plan("shop", files, sandbox)
+    assert set(found["outcomes"].values()) == {"passed"} and found["plan"].rewrite
+    # A suite that reads none is run without them, which takes half the time.
+    assert not study.find_plan("shop", BASE, sandbox)["plan"].rewrite
 
 
 # ---------------------------------------------------------------- as the authors run it
@@ -420,7 +424,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
-    plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"])
+    plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"], rewrite=False)
     assert (
         suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
         and suites.plan_of_task(None) is None
@@ -435,6 +439,7 @@ def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
         {"paths": ["a\0"]},
         {"other": 1},
         {"folder": ".."},
+        {"rewrite": "no"},
     ):
         with pytest.raises(ValueError):
             suites.plan_of_task(odd)

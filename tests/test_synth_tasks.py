@@ -1498,7 +1498,7 @@ def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytes
         "src/json/__init__.py": "",
         "new.py": "",
     }
-    tree = verdict.overlay(task, {**task.files, **files}, random.Random(0))[0]
+    tree = verdict.overlay(task, {**task.files, **files})
     assert {path for path in files if path in tree} == {"src/small/new.py", "new.py"}
 
 
