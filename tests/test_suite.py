@@ -1,11 +1,13 @@
 """How the suites of real repositories are run, judged by test, refused, and kept in an
 environment."""
 
+import functools
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -1015,19 +1017,23 @@ SHELL = "import subprocess, sys\n\n\ndef test_gross():\n    line = 'from shop.pr
         ),
     ],
 )
-def test_a_refusal_holds_for_one_repository_and_is_not_given_for_another(
-    holds, does_not, says, tmp_path
-):
+def test_a_refusal_holds_for_one_repository_and_is_not_given_for_another(holds, does_not, says):
     for files, is_true in ((holds, True), (does_not, False)):
-        folder = tmp_path / f"shop_{is_true}"
-        try:
-            st.generate(
-                write(files, folder), str(tmp_path / "t.jsonl"), n=1, level=0, time_limit=30
-            )
-            words = ""
-        except world_task.Refusal as caught:
-            words = str(caught)
+        words = refused_words(tuple(files.items()))
         assert (says in words) == is_true, words
+
+
+@functools.cache
+def refused_words(items):
+    """The words that refuse a repository of these files, "" where it gives a task. Several refusals
+    are not given for the same repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            repo = write(dict(items), Path(folder, "shop"))
+            st.generate(repo, f"{folder}/t.jsonl", n=1, level=0, jobs=1, time_limit=30)
+            return ""
+        except world_task.Refusal as caught:
+            return str(caught)
 
 
 def test_of_several_errors_the_one_that_something_helps_against_is_told():
