@@ -1,11 +1,13 @@
 """command/output_files.py: questions about files that are asked around long work.
 
-Can what is written at the end be written at all? Is a file still the one that it was? And which
-commit of this program wrote a result?
+Can what is written at the end be written at all, and can every program read it? Is a file still
+the one that it was? And which commit of this program wrote a result?
 """
 
 import errno
 import hashlib
+import json
+import math
 import os
 import subprocess
 import tempfile
@@ -23,6 +25,22 @@ def check_writable(folder, names):
             raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
         if path.exists() and not os.access(path, os.W_OK):
             raise OSError(errno.EACCES, "cannot be overwritten", str(path))
+
+
+def to_json(value, indent=None):
+    """The text of a value as JSON. JSON has no NaN and no infinity: such a number is null, as one
+    that is not known."""
+
+    def known(value):
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {key: known(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [known(inner) for inner in value]
+        return value
+
+    return json.dumps(known(value), indent=indent, allow_nan=False)
 
 
 def digest_file(path):
