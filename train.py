@@ -805,6 +805,7 @@ class Reinforcement(Source):
         has_room = [rollout.leaves_room(self.run.tokenizer, task, limits) for task in tasks]
         tasks = checks.tasks_with_room(tasks, has_room, config.window, self.run.say)
         self.tasks_digest = output_files.digest_file(config.tasks)
+        checkpoints.check_same_on_ranks("tasks (--tasks)", self.tasks_digest)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {}
         for task in tasks:
@@ -1329,10 +1330,12 @@ def train(config, interrupted, sources=None):
         config = replace(config, start_from=begun["config"]["start_from"])
     run = Run(config)
     run.origin = checkpoints.describe_origin(origin) if previous else (begun or {}).get("origin")
+    start = out if begun else origin
+    digest = checkpoints.digest_checkpoint(start) if start else ""
+    checkpoints.check_same_on_ranks("checkpoints (--out, --start_from)", digest)
     # The time that was taken before is in the last line of the log of what goes on here.
     if begun or previous:
-        logged = out if begun else origin
-        run.minutes_before = learning_curves.minutes_so_far(logged.parent, logged.name)
+        run.minutes_before = learning_curves.minutes_so_far(start.parent, start.name)
     if begun and run.origin and not checkpoints.find_origin(begun, origin):
         run.say(f"{stage} began from {run.origin['path']}, which was moved or made anew since")
     if begun and begun["step"] == config.steps:

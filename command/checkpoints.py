@@ -70,7 +70,7 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
 
     # An empty folder, beside the checkpoint that is there. Its first file has a name that no other
     # folder has: who does not see it would write to another disk.
-    (token, *_) = gather_from_ranks(secrets.token_hex(8))
+    token, *_ = gather_from_ranks(secrets.token_hex(8))
     with fail_on_all_ranks(directory, part):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)

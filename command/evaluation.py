@@ -100,9 +100,7 @@ def find_policies(run, given, sizes, patch):
     # A published model is no checkpoint of ours, and has no such digest.
     made_from = {}
     if not published:
-        made_from = {
-            name: checkpoints.digest_checkpoint(path) for name, path in labelled.items()
-        }
+        made_from = {name: checkpoints.digest_checkpoint(path) for name, path in labelled.items()}
     origin = {"file": digest_file(config.tasks), "made_from": made_from}
     return Asked(replace(config, **as_made), labelled, made, published, trained, origin)
 
