@@ -308,7 +308,7 @@ def held_out(number, levels=LEVELS, split="heldout"):
 
 
 # What a policy acts by, of the configuration that it was trained with
-ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger"}
+ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger", "dtype"}
 
 
 def load_policy(folder, device="cpu", plain=False):
