@@ -478,6 +478,7 @@ def test_where_a_stage_began_is_known_by_its_digest_in_whatever_folder(
         with pytest.raises(SystemExit):
             train.main([*rl, "--start_from=old", f"--out={here}"])
     monkeypatch.chdir(ROOT)
+    capsys.readouterr()
     assert "another checkpoint" in refused([*rl, f"--out={here}", f"--start_from={here}"], capsys)
     train.main([*rl, f"--out={here}"])
     saved = checkpoints.load_extra(here / "rl")
