@@ -30,6 +30,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ import synth_tasks
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 from command import checkpoints
+from command.hardware import dtype_of
 import fast
 from fast import sampler as fast_sampler
 from repositories.verdict import judge
@@ -162,12 +164,14 @@ def summarize_records(records):
     def total(key):
         return sum(record[key] for record in records)
 
-    # Rates and means. passes: the number that every task has at least.
+    # Rates and means. passes: the number that was asked for. A task whose rollout the machine
+    # failed has fewer.
     by_task = passes_by_task(records)
-    passes = min(len(solved) for solved in by_task.values())
+    passes = max(len(solved) for solved in by_task.values())
+    mean_passes = len(records) / len(by_task)
     result = {
         "solved": mean("solved"),
-        "interval": wilson_interval([np.mean(solved) for solved in by_task.values()], passes),
+        "interval": wilson_interval([np.mean(solved) for solved in by_task.values()], mean_passes),
         "tasks": len(by_task),
         "passes": passes,
         "tokens": mean("sampled"),
@@ -177,19 +181,22 @@ def summarize_records(records):
         "cost": float(np.median([record["cost"] for record in records])),
         "summaries": mean("summaries"),
         "finished": mean("finished"),
-        "wrong_calls_per_turn": total("bad_tools") / max(1, total("turns")),
         "no_turn": sum(record["turns"] == 0 for record in records),
         "bad_tool": float(np.mean([record["bad_tools"] > 0 for record in records])),
         **{habit: mean(habit) for habit in HABITS},
     }
-    # How far from a reference, in nats per token. Records hold it where run_policy was given one.
-    if "moved" in records[0]:
-        result["moved"] = total("moved") / max(1, total("unflagged"))
+    # Shares of nothing are left out. Moved: how far from a reference, in nats per token; records
+    # hold it where run_policy was given one.
+    if total("turns"):
+        result["wrong_calls_per_turn"] = total("bad_tools") / total("turns")
+    if "moved" in records[0] and total("unflagged"):
+        result["moved"] = total("moved") / total("unflagged")
 
-    # pass@k is the mean over tasks, for k = 1, 2, 4, ... up to the passes that every task has.
+    # pass@k for k = 1, 2, 4, ...: the mean over the tasks that have so many passes.
     for k in (1, 2, 4, 8, 16, 32):
-        if k <= passes:
-            chances = [pass_at_k(len(solved), sum(solved), k) for solved in by_task.values()]
+        enough = [solved for solved in by_task.values() if k <= len(solved)]
+        if enough:
+            chances = [pass_at_k(len(solved), sum(solved), k) for solved in enough]
             result[f"pass@{k}"] = float(np.mean(chances))
     return result
 
@@ -301,7 +308,7 @@ def held_out(number, levels=LEVELS, split="heldout"):
 
 
 # What a policy acts by, of the configuration that it was trained with
-ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger"}
+ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger", "dtype"}
 
 
 def load_policy(folder, device="cpu", plain=False):
@@ -526,24 +533,21 @@ def evaluate(run, config, paths, made, published):
     else:
         tasks = held_out(config.eval_tasks, range(config.eval_levels))
 
-    policies = {}
+    # In the dtype in which the policy sampled: near a tie another one draws another token.
+    policies, first, dtype = {}, next(iter(paths.values())), dtype_of(config)
     for name, path in run.bar(list(paths.items()), "evaluation"):
         model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
-        reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
-        if (
-            saved["stage"] == "rl"
-            and checkpoints.checkpoint_exists(start)
-            and not saved["init_from"]
-        ):
-            reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
+        reference = None
+        if path != first and not saved["init_from"]:
+            reference = load_policy(first, run.device, config.plain)[0].compute_in(dtype)
 
         # Rollouts draw their random numbers by the number of their task, so they are the same for
         # any number of ranks.
         records = run_policy(
-            model.compute_in(run.dtype),
+            model.compute_in(dtype),
             tokenizer,
             {**made, "plain": config.plain},
             run.share(tasks),
@@ -655,7 +659,7 @@ def main(argv):
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["max_turns"] = args.turns or config["max_turns"]
         policies[run] = run_policy(
-            model,
+            model.compute_in(dtype_of(SimpleNamespace(**config))),
             tokenizer,
             config,
             tasks,

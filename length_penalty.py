@@ -63,7 +63,8 @@ class Weights:
     def __post_init__(self):
         for name, weight in vars(self).items():
             fits = weight >= 0 and math.isfinite(weight)
-            assert fits, f"a weight must be a finite number >= 0, not {name}={weight}"
+            if not fits:
+                raise ValueError(f"a weight must be a finite number >= 0, not {name}={weight}")
 
 
 # ---------------------------------------------------------------- mathematics
@@ -74,7 +75,8 @@ def concave_cost(x, k, q):
     x = np.asarray(x, dtype=np.float64)
     # Outside these bounds the cost is not concave or not a number.
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
-    assert fits, f"k and q must be finite and >= 0, not k={k}, q={q}"
+    if not fits:
+        raise ValueError(f"k and q must be finite and >= 0, not k={k}, q={q}")
     assert (x >= 0).all(), f"effort must be >= 0, not {x.min()}"
 
     # The straight line: q = 0, and the limit k -> 0.
@@ -158,7 +160,8 @@ class Price:
 
     def __post_init__(self):
         fits = self.scale >= 0 and math.isfinite(self.scale)
-        assert fits, f"scale must be finite and >= 0, not {self.scale}"
+        if not fits:
+            raise ValueError(f"scale must be finite and >= 0, not {self.scale}")
         concave_cost(0.0, self.k, self.q)  # refuses a k or q out of bounds
 
     def cost(self, x):
@@ -287,13 +290,14 @@ def parse_penalty_flags(parser, argv):
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
     args = parser.parse_args(argv)
 
-    # Price and Weights check their own values by assert.
+    # Price and Weights check their own values.
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
         price = Price(args.scale, args.k, args.q, weights=weights)
         for name, value in vars(args).items():
-            assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
-    except AssertionError as problem:
+            if value > 1e6:
+                raise ValueError(f"--{name}={value:g}: at most 1e6")
+    except ValueError as problem:
         parser.error(problem)
     return price
 

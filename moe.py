@@ -84,17 +84,18 @@ class ModelConfig:
 
     def __post_init__(self):
         # What the arithmetic below takes for granted. A wrong size would fail late and obscurely.
-        assert (
-            self.num_experts_per_tok <= self.experts
-        ), f"num_experts_per_tok={self.num_experts_per_tok} experts of experts={self.experts}"
-        assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
-        assert (
-            self.precision in PRECISIONS
-        ), f"precision must be one of {list(PRECISIONS)}, not {self.precision!r}"
-        assert (
-            not self.precision or self.dim % 32 == self.expert_ffn % 32 == 0
-        ), "low precision scales dim and expert_ffn by blocks of 32"
-        assert self.mtp in (0, 1), f"mtp={self.mtp}: no head or one"
+        # A published folder or a checkpoint may bring any, so it is no assert.
+        K, E = self.num_experts_per_tok, self.experts
+        if K > E:
+            raise ValueError(f"num_experts_per_tok={K} experts of experts={E}")
+        if self.qk_rope % 2:
+            raise ValueError("qk_rope must be even: RoPE turns pairs")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {PRECISIONS}, not {self.precision!r}")
+        if self.precision and (self.dim % 32 or self.expert_ffn % 32):
+            raise ValueError("low precision scales dim and expert_ffn by blocks of 32")
+        if self.mtp not in (0, 1):
+            raise ValueError(f"mtp={self.mtp}: no head or one")
 
     @property
     def window(self):

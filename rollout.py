@@ -818,6 +818,9 @@ def advantages(rewards):
     """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean. What is
     left out of GRPO and its kin stands in experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
+    # Of equal rewards the mean may be rounded, and what it leaves would count as a gradient.
+    if (rewards == rewards[0]).all():
+        return np.zeros_like(rewards)
     return rewards - rewards.mean()
 
 

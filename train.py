@@ -36,7 +36,8 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ from command import (
     idle_flags,
     in_turn,
     launch,
+    learning_curves,
     published_model,
     output_files,
     rollout_statistics,
@@ -406,8 +408,9 @@ class Text(Source):
     def __init__(self, run):
         self.run, config = run, run.config
         self.window = config.text_window
-        train, held = source_files.python_sources(config.data)
+        train, held = source_files.python_sources(config.data, run.say)
         self.data_digest = source_files.digest_texts(train, held)
+        checkpoints.check_same_on_ranks("texts (--data)", self.data_digest)
         self.train, self.held = self.make_stream(train), self.make_stream(held)  # (tokens,) each
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
@@ -802,6 +805,7 @@ class Reinforcement(Source):
         has_room = [rollout.leaves_room(self.run.tokenizer, task, limits) for task in tasks]
         tasks = checks.tasks_with_room(tasks, has_room, config.window, self.run.say)
         self.tasks_digest = output_files.digest_file(config.tasks)
+        checkpoints.check_same_on_ranks("tasks (--tasks)", self.tasks_digest)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {}
         for task in tasks:
@@ -919,7 +923,9 @@ class Reinforcement(Source):
     def log_staleness(self, groups, step, log):
         """By how many updates the policy that sampled a token was older: mean and maximum"""
         run, lag = self.run, fast_workers.staleness(groups, step)
-        log["stale"] = run.sum(lag.sum()) / max(1, run.sum(len(lag)))
+        total, number = run.sum(lag.sum()), run.sum(len(lag))
+        if number:
+            log["stale"] = total / number
         log["stalest"] = max(run.gather([int(lag.max(initial=0))]))
         log["restarts"] = run.sum(self.workers.restarts)
 
@@ -971,13 +977,17 @@ class Reinforcement(Source):
 
         # The log. mismatch: mean absolute difference of the trainer's log-probs from the sampler's.
         sampled = sum(played.stats["sampled"] for group in groups for played in group)
-        log["mismatch"] = run.sum(sums["mismatch"]) / max(1, run.sum(sampled))
+        mismatch, sampled = run.sum(sums["mismatch"]), run.sum(sampled)
+        if sampled:
+            log["mismatch"] = mismatch / sampled
         log["feedback_kl"] = run.sum(sums["feedback_kl"])
         log["flagged"] = flagged
         log["teacher_tokens"] = run.sum(sums["teacher_tokens"])
         # By how many nats a hint makes a flagged token less likely, on average. Where it is zero,
         # there is nothing to distil.
-        log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
+        gap = run.sum(sums["hint_logprob_gap"])
+        if flagged:
+            log["gap"] = gap / flagged
 
     def weigh_segments(self, groups):
         """-> [(segment, advantage of its rollout)]. Each segment holds its hints afterwards."""
@@ -1004,10 +1014,11 @@ class Reinforcement(Source):
         return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl_coef)
 
     def reference_logprobs(self, batch):
-        """(B, T) Log-probabilities of the policy that RL began with"""
+        """(B, T) Log-probabilities of the policy that RL began with. Its routers choose the experts
+        themselves: the routes of sampling are those of the policy that has moved."""
         run = self.run
         with torch.no_grad(), self.reference.swapped_weights():
-            hidden = run.hidden(batch)
+            hidden = run.model(batch["tokens"], batch.get("positions"))
             return run.model.logprobs(
                 hidden, batch["targets"], run.config.temperature, batch["mask"] > 0
             )
@@ -1072,12 +1083,14 @@ class Run:
     and the hook that asks the agent for summaries."""
 
     said_edits = False  # see say_edits
+    origin = None  # of the stage, see checkpoints.describe_origin; None where it began from noise
+    minutes_before = 0.0  # that the run has taken before this command's stage
 
     def __init__(self, config):
         # The device, the ranks, and how they share data and weights.
-        self.config, self.out = config, Path(config.out)
+        self.config, self.out, self.start = config, Path(config.out), time.time()
         self.device = hardware.device_of(config)
-        self.rank, self.world = hsdp.join_process_group(self.device, seconds=1800)
+        self.rank, self.world = hsdp.join_process_group(self.device, 1800, launch.check_ranks)
         try:
             self.meshes = hsdp.make_meshes(
                 self.world,
@@ -1112,6 +1125,10 @@ class Run:
             Run.said_edits = True
             for line in fast.describe_edits():
                 self.say(line)
+
+    def minutes(self):
+        """Minutes that the run has taken until now: its earlier stages and commands too"""
+        return self.minutes_before + (time.time() - self.start) / 60
 
     # ---- ranks
 
@@ -1309,10 +1326,20 @@ def train(config, interrupted, sources=None):
     stage = config.stage
     out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
     begun, previous = checkpoints.find_start(config, out, origin, SIZES, PATCH)
+    if begun:
+        config = replace(config, start_from=begun["config"]["start_from"])
     run = Run(config)
+    run.origin = checkpoints.describe_origin(origin) if previous else (begun or {}).get("origin")
+    start = out if begun else origin
+    digest = checkpoints.digest_checkpoint(start) if start else ""
+    checkpoints.check_same_on_ranks("checkpoints (--out, --start_from)", digest)
+    # The time that was taken before is in the last line of the log of what goes on here.
+    if begun or previous:
+        run.minutes_before = learning_curves.minutes_so_far(start.parent, start.name)
+    if begun and run.origin and not checkpoints.find_origin(begun, origin):
+        run.say(f"{stage} began from {run.origin['path']}, which was moved or made anew since")
     if begun and begun["step"] == config.steps:
-        start = begun["config"]["start_from"]
-        begun_from = f", begun from {start}" if start else ""
+        begun_from = f", begun from {config.start_from}" if config.start_from else ""
         run.say(f"{stage}: finished already ({out}){begun_from}")
         return True
     run.say(describe_stage(config, sources))
@@ -1326,6 +1353,8 @@ def train(config, interrupted, sources=None):
     optimizer = run.make_optimizer()
 
     # 3) The weights, and where the batches and the losses come from.
+    checks.say_other_rules(config, origin, previous, run.say)
+    checks.say_positions(config, run.model.config.window, run.say)
     label = checkpoints.unfinished_label(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
@@ -1339,7 +1368,8 @@ def train(config, interrupted, sources=None):
     except ValueError as error:
         usage_error(str(error))
 
-    # 4) The loop.
+    # 4) The loop. From here on a signal ends training after its step, with a checkpoint.
+    launch.stop_after_step(interrupted)
     first_step = begun["step"] if begun else 0
     with failures.report_rank_failure():
         return loop(run, source, optimizer, first_step, interrupted, out)
@@ -1423,6 +1453,7 @@ def complete_log(run, optimizer, log, step, start):
     for group in optimizer.param_groups:
         completed[RATE_FLAGS[group["algorithm"]]] = group["lr"]
     completed["seconds"] = time.time() - start
+    completed["minutes"] = run.minutes()
     completed["tokens_per_s"] = completed["tokens"] / completed["seconds"]
     completed["memory"] = run.sum(hardware.peak_memory())
     return completed
@@ -1437,6 +1468,7 @@ def save_checkpoint(run, source, optimizer, step, out):
         "step": step,
         "source": source.state_dict(),
         "patch": PATCH,
+        "origin": run.origin,
     }
     checkpoints.save_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
@@ -1477,31 +1509,37 @@ def main(argv):
     configs = FLAGS.configure_stages(given)
     checks.check_surroundings(configs, given, feedback_distill.STYLE, hsdp.check_cards)
     first = next(iter(configs.values()))
-    with launch.run_lock(first.out), failures.explain_failures(first, argv):
+    with (
+        launch.run_lock(first.out),
+        failures.explain_failures(first, argv),
+        launch.restored_process(),
+    ):
         run_stages(argv, configs, given)
 
 
 def run_stages(argv, configs, given):
     """The stages, one after the other, in as many processes as they want."""
+    # Until there is something to save, a signal ends the command at once.
+    first = next(iter(configs.values()))
+    launch.stop_at_once(partial(failures.end_stopped, first, argv))
+
     # Start the other processes, and check how the ranks share the work.
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs, hsdp.Layout)
     idle_flags.say_idle_flags(configs, given)
 
-    # A signal ends training after the current step, with a checkpoint; it ends evaluation at once.
-    interrupted = launch.stop_after_step()
+    interrupted = []
     for stage, config in configs.items():
+        launch.stop_at_once(partial(failures.end_stopped, config, argv))
         _, sources = FLAGS.merge(given, stage)
         if stage == "eval":
-            launch.stop_at_once()
             evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
         # Release a stage's memory before the next one begins.
         gc.collect()
         hardware.release_memory()
-    launch.leave_ranks()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.harness import ROOT, make_parser
 from command import flags
-from command.output_files import current_commit
+from command.output_files import current_commit, to_json
 
 usage_error = partial(flags.usage_error, program="benchmarks.gpu")
 
@@ -217,7 +217,7 @@ def last_lines(path):
 
 
 def write_gpu_report(report, out):
-    (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "gpu.json").write_text(to_json(report, indent=1) + "\n")
     (out / "gpu.md").write_text(render_markdown(report) + "\n", encoding="utf-8")
 
 

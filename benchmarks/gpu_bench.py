@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import ROOT, measure_seconds
+from command.output_files import to_json
 
 PRODUCT = "bf16 product, TFLOP/s"
 COPY = "copy, bytes read and written, TB/s"
@@ -42,15 +43,10 @@ class Bench:
 
     def emit(self, table, **columns):
         """Appends one row to the file of the part"""
-        # JSON has no NaN. A share of a ceiling that was not measured is one, and becomes null.
-        columns = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in columns.items()
-        }
-
-        # The file is closed after every row, so a part that is killed loses none.
+        # The file is closed after every row, so a part that is killed loses none. A share of a
+        # ceiling that was not measured is NaN, and becomes null.
         with open(self.rows, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"table": table, **columns}) + "\n")
+            file.write(to_json({"table": table, **columns}) + "\n")
 
     def attempt(self, table, what, measure):
         """Emits a row with the columns that measure() returns. If it raises, the row holds the

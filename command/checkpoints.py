@@ -25,7 +25,9 @@ import io
 import json
 import os
 import pickle
+import secrets
 import shutil
+import time
 import warnings
 import zlib
 from contextlib import contextmanager
@@ -66,11 +68,16 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    # An empty folder, beside the checkpoint that is there.
+    # An empty folder, beside the checkpoint that is there. Its first file has a name that no other
+    # folder has: who does not see it would write to another disk.
+    token, *_ = gather_from_ranks(secrets.token_hex(8))
     with fail_on_all_ranks(directory, part):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
+            (part / token).touch()
+    with fail_on_all_ranks(directory, part):
+        wait_for_files(part, [token])
 
     # Every rank writes its shards.
     with fail_on_all_ranks(directory, part):
@@ -87,6 +94,8 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     manifest = {}
     for files in gather_from_ranks(mine):
         manifest.update(files)
+    with fail_on_all_ranks(directory, part):
+        wait_for_files(part, manifest)
 
     # The first rank adds the rest, and gives the folder its name.
     with fail_on_all_ranks(directory, part):
@@ -96,6 +105,7 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
             data = io.BytesIO()
             torch.save(extra or {}, data)
             write_synced(part / "extra.pt", data.getbuffer())
+            (part / token).unlink()
             for path in part.iterdir():
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
@@ -107,6 +117,19 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
                 target.rename(old)
             part.rename(target)
             shutil.rmtree(old, ignore_errors=True)
+
+
+SEEN_AFTER = 10.0  # seconds after which a file on a shared disk is seen by all machines
+
+
+def wait_for_files(folder, names):
+    """Returns when all files are there. A folder that another machine does not see would hold a
+    part of the checkpoint only: OSError"""
+    deadline = time.monotonic() + SEEN_AFTER
+    while not all((folder / name).exists() for name in names):
+        if time.monotonic() > deadline:
+            raise OSError("not every rank sees this folder: give an --out on a disk that all share")
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -122,8 +145,8 @@ def fail_on_all_ranks(directory, part):
     # A rank that failed gets here too, so all learn of the failure and none waits in vain.
     problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
+        # Every rank does it: each may have written to a disk of its own.
+        shutil.rmtree(part, ignore_errors=True)
         raise SaveFailed(
             f"{directory}: this checkpoint could not be saved: {problems[0]}; "
             "what was saved before is whole"
@@ -187,6 +210,13 @@ def run_dcp(verb, tensors, **where):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         verb(tensors, no_dist=not dist.is_initialized(), **where)
+
+
+def check_same_on_ranks(what, value):
+    """Ends the command on every rank unless all have the same value of what each of them has read
+    by itself, such as the digest of a text"""
+    if len(set(gather_from_ranks(value))) > 1:
+        usage_error(f"the ranks have read different {what}: all machines need the same files")
 
 
 def gather_from_ranks(item):
@@ -270,7 +300,8 @@ def read_manifest(directory):
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         kinds = {(type(entry["bytes"]), type(entry["crc32"])) for entry in manifest.values()}
-        assert kinds == {(int, str)}
+        if kinds != {(int, str)}:
+            raise ValueError
     # whatever a file that is none, or one of other values, may raise
     except Exception:
         raise DamagedCheckpoint(
@@ -473,6 +504,30 @@ def open_start(stage, out, start_from):
     return None
 
 
+def digest_checkpoint(path):
+    """A digest by which a checkpoint is known again in whatever folder: of its manifest, which has
+    the checksum of every file. "" where there is none"""
+    manifest = find_folder(path) / "manifest.json"
+    return digest_file(manifest) if manifest.is_file() else ""
+
+
+def describe_origin(path):
+    """What a checkpoint keeps of the one that its stage began from: where it stood, and its
+    digest"""
+    return {"path": str(Path(path).resolve()), "digest": digest_checkpoint(path)}
+
+
+def find_origin(saved, *others):
+    """-> the path of the checkpoint that a stage began from, where it stood or at one of `others`;
+    None where it is no longer there. One that was trained anew since is another checkpoint. saved:
+    what the stage's own checkpoint says of itself"""
+    origin = saved.get("origin")
+    for path in [origin["path"], *others] if origin else []:
+        if digest_checkpoint(path) == origin["digest"]:
+            return Path(path)
+    return None
+
+
 def find_start(config, out, origin, sizes, patch):
     """-> (begun, previous), each checked, or None where it is not there. begun: what the stage's
     own checkpoint in `out` says; the stage goes on with it. previous: what the checkpoint of the
@@ -483,6 +538,7 @@ def find_start(config, out, origin, sizes, patch):
         begun = open_checkpoint(out)
         check_same_values(config, out, origin, begun, digest_file(config.tasks))
         check_patch(out, begun, patch)
+        check_same_origin(config, out, origin, begun)
         if config.data and config.stage in ("pretrain", "long"):
             train, held = source_files.python_sources(config.data)
             check_same_data(config, begun["source"], source_files.digest_texts(train, held))
@@ -508,6 +564,21 @@ def check_origin(config, origin, previous):
         usage_error(
             f"--stage={config.stage} starts from {origin}, which is not there: run the "
             f"{origin.name} stage first, or give --start_from=FOLDER"
+        )
+
+
+def check_same_origin(config, out, origin, begun):
+    """A stage that was begun keeps its origin: --start_from may be left away, or lead to the same
+    checkpoint, in whatever folder. One that is not there any more is known by its path."""
+    made = begun.get("origin")
+    if not (made and config.start_from):
+        return
+    there = describe_origin(origin)
+    key = "digest" if there["digest"] else "path"
+    if there[key] != made[key]:
+        usage_error(
+            f"{out} began from {made['path']}, and {origin} is another checkpoint: leave "
+            "--start_from away, or take another --out"
         )
 
 
@@ -541,7 +612,8 @@ def check_same_values(config, out, origin, begun, digest):
     made = fill_in(type(config), begun["config"])
     for name, rule in rules_of(type(config)).items():
         value = getattr(config, name)
-        if rule.may_change or made[name] == value:
+        # An older run may say auto of a dtype, which is no other value.
+        if rule.may_change or made[name] in (value, "auto"):
             continue
         again = ""
         if origin:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from command import drawing, hardware, published_model
-from command.flags import is_first_rank, usage_error
+from command.flags import fill_in, is_first_rank, rules_of, usage_error, write_value
 from command.hardware import dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
 from world.task import Refusal
@@ -185,6 +185,33 @@ def check_tasks(path, styles):
     for number, task in enumerate(tasks, 1):
         if not set(task.meta.get("style", ())) <= set(styles):
             usage_error(f"{path}: line {number} names a style that is none of {', '.join(styles)}")
+
+
+def say_other_rules(config, origin, previous, say):
+    """One line where rl plays by other rules than the demonstrations that its policy has learned
+    from: the flags that sft and rl read and pretrain does not. origin: the path of the checkpoint
+    that it begins from; previous: what that says, or None; say: prints a line"""
+    if config.stage != "rl" or not previous or previous["config"]["stage"] != "sft":
+        return
+    made, other = fill_in(type(config), previous["config"]), []
+    for name, rule in rules_of(type(config)).items():
+        of_agent = rule.is_read_by("sft") and not rule.is_read_by("pretrain")
+        if of_agent and rule.is_read_by("rl") and getattr(config, name) != made[name]:
+            values = write_value(getattr(config, name)), write_value(made[name])
+            other.append("{} is {} and was {}".format(f"--{name}", *values))
+    if other:
+        say(f"rl plays by other rules than {origin} was made with: {', '.join(other)}")
+
+
+def say_positions(config, positions, say):
+    """One line where the agent's window is longer than the model was made for: rotary embedding
+    goes on beyond it, untrained. (A published model refuses such a window, see published_model.py.)
+    """
+    if config.stage in ("sft", "rl") and config.window > positions:
+        say(
+            f"{config.stage}: --window={config.window} is longer than the {positions} positions "
+            "that the model was made for (--context times --yarn)"
+        )
 
 
 def tasks_with_room(tasks, has_room, window, say):

@@ -75,6 +75,10 @@ class Flags:
             fitted = {name: value for name, value in fitted.items() if name not in given}
             fitted["scale"] = scale
         given = {**given, "scale": scale}
+        # So does it with the dtype, by which a policy is evaluated too, on whatever machine.
+        if given.get("dtype", "auto") == "auto":
+            dtype = hardware.fast_dtype("cuda" if hardware.uses_card(given) else "cpu")
+            fitted["dtype"] = str(dtype).removeprefix("torch.")
 
         values, sources = {}, {}
         for name in flags.rules_of(self.Config):
@@ -85,7 +89,7 @@ class Flags:
                 values[name], sources[name] = fitted[name], "this machine"
 
         # These are compared on resume, so one folder must be written in one way.
-        for name in ("init_from", "tasks", "data"):
+        for name in ("init_from", "tasks", "data", "start_from"):
             if values[name]:
                 values[name] = str(Path(values[name]).resolve())
         return values, sources

@@ -9,6 +9,7 @@ Left out: flags of train.py. A run is evaluated with the configuration that it w
 import argparse
 import functools
 import math
+import os
 from pathlib import Path
 
 from command import flags
@@ -37,7 +38,7 @@ def make_eval_parser(default_levels, most_levels):
     temperature = "of sampling (default: that of the run's RL)"
     add("--temperature", type=float, default=None, help=temperature)
     tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
-    add("--tasks", default="", help=tasks)
+    add("--tasks", default="", type=os.path.expanduser, help=tasks)
     split = "of generated tasks; train: only seeds are new"
     add("--split", choices=("heldout", "train"), default="heldout", help=split)
 
@@ -48,7 +49,7 @@ def make_eval_parser(default_levels, most_levels):
     add("--gap", action="store_true", help=gap)
     mismatch = "only: how far the trainer's log-probs lie from the sampler's, in bf16"
     add("--mismatch", action="store_true", help=mismatch)
-    add("--out", default="out")
+    add("--out", default="out", type=os.path.expanduser)
     return parser
 
 

@@ -11,7 +11,6 @@ checkpoints.
 import contextlib
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,11 +18,9 @@ from command import checkpoints, hardware, published_model
 from command.flags import fill_in
 from command.output_files import current_commit, digest_file
 from command.drawing import draw_safely
-from command.learning_curves import draw_training, read_step_log
+from command.learning_curves import draw_training, minutes_so_far, read_step_log
 from command.policy_report import draw_policies, format_table, write_json
 from world.task import Refusal
-
-START = time.time()  # of this command
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Asked:
     made: dict  # the configuration that the last one was made with
     published: object  # what published_model.load_published gives, or None
     trained: bool  # is there a policy after RL?
-    # what tells one evaluation from another: the file of tasks, and when each checkpoint was saved
+    # what tells one evaluation from another: digests of the file of tasks and of each checkpoint
     origin: dict
 
 
@@ -47,24 +44,29 @@ def find_policies(run, given, sizes, patch):
     shape; patch: the change of the recipe that is in force. Refusal where a flag says otherwise
     than the policies were made, or where there is nothing to evaluate."""
     # A policy that was trained with a patch is evaluated with the same one.
-    config, out, published, begun = run.config, Path(run.config.out), None, ""
+    config, out, published = run.config, Path(run.config.out), None
     trained = checkpoints.checkpoint_exists(out / "rl")
     if trained:
         saved = checkpoints.open_checkpoint(out / "rl")
         checkpoints.check_patch(out / "rl", saved, patch)
-        begun = saved["config"]["start_from"]
 
-    # Before RL: the run's own SFT, or the one from which its RL began.
-    before = out / "sft"
-    if not checkpoints.checkpoint_exists(before):
-        before = Path(config.start_from or begun or config.out) / "sft"
-    paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
-    paths = {name: path for name, path in paths.items() if checkpoints.checkpoint_exists(path)}
+    # Before RL: the very checkpoint from which it began, and none that stands in its place today.
+    # Where there is no RL: the SFT of this run, or of --start_from.
+    sft = [out / "sft", Path(config.start_from or config.out, "sft")]
+    if trained:
+        paths = {"before RL": checkpoints.find_origin(saved, *sft), "after RL": out / "rl"}
+        origin = saved.get("origin")
+        if origin and not paths["before RL"]:
+            run.say(f"{out}/rl began from {origin['path']}, which was moved or made anew since")
+    else:
+        there = [path for path in sft if checkpoints.checkpoint_exists(path)]
+        paths = {"after SFT": there[0] if there else None}
+    paths = {name: path for name, path in paths.items() if path}
     if not paths and config.init_from and not config.start_from:
         published = published_model.load_published(config, run.device)
         paths = {"published": Path(config.init_from)}
     if not paths:
-        raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+        raise Refusal(f"--stage=eval: neither {sft[1]} nor {out}/rl is there")
 
     # A stage that is not at its end is named as unfinished, in the table and in the figures.
     labelled = {}
@@ -83,7 +85,7 @@ def find_policies(run, given, sizes, patch):
         )
 
     # A flag that was typed must agree with how the policy was made: its shape and its rules.
-    rules = ["window", "max_turns", "draft", "summarize", "trigger"]
+    rules = ["window", "max_turns", "draft", "summarize", "trigger", "dtype"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
         if given.get(name, made[name]) != made[name]:
@@ -95,18 +97,12 @@ def find_policies(run, given, sizes, patch):
     as_made = {name: made[name] for name in rules}
     as_made["temperature"] = given.get("temperature", made["temperature"])
 
-    # A published model is no checkpoint of ours, and says nothing about when it was saved.
+    # A published model is no checkpoint of ours, and has no such digest.
     made_from = {}
     if not published:
-        made_from = {name: when_saved(path) for name, path in labelled.items()}
+        made_from = {name: checkpoints.digest_checkpoint(path) for name, path in labelled.items()}
     origin = {"file": digest_file(config.tasks), "made_from": made_from}
     return Asked(replace(config, **as_made), labelled, made, published, trained, origin)
-
-
-def when_saved(path):
-    """When a checkpoint was written, as a text. It tells the checkpoint from a later one in the
-    same folder."""
-    return str((checkpoints.find_folder(path) / "manifest.json").stat().st_mtime_ns)
 
 
 def is_done(run, asked):
@@ -126,7 +122,7 @@ def find_kept_table(config, origin):
     """The table in summary.json if it is of the same evaluation of the same checkpoints, made by
     the present commit, else an empty text. origin: see Asked"""
     path = Path(config.out, "summary.json")
-    asked = ["tasks", "temperature", "start_from"]
+    asked = ["tasks", "temperature"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]
     # A full disk may have left half of the file: whatever cannot be read holds no such table.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -141,17 +137,21 @@ def find_kept_table(config, origin):
 def write_evaluation(run, asked, numbers):
     """The table on the screen, summary.json and the figures, by the first rank. numbers: see
     eval.summarize_policies"""
-    minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
+    memory = run.sum(hardware.peak_memory())
     if run.rank:
         return
+    # What the run took, with all its commands, and not the last one alone.
     config, out = asked.config, Path(asked.config.out)
+    logs = {stage: read_step_log(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
+    memory = max([memory, *(line.get("memory", 0) for lines in logs.values() for line in lines)])
+    last = list(asked.paths.values())[-1]
+    minutes = run.minutes() + minutes_so_far(last.parent, last.name)
     processes = f"{run.world} process" + "es" * (run.world > 1)
-    cost = f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    cost = f"the run: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
 
     # Beside the evaluation stands the last line of each stage's log.
     kind = "given" if config.tasks else "held-out"
     text = format_table(numbers, kind) + f"\n{cost}"
-    logs = {stage: read_step_log(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
     extra = {
         "table": text,
         "config": asdict(config),

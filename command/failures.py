@@ -60,10 +60,10 @@ def explain_failures(config, argv):
 
 
 def end_stopped(config, argv, number):
-    """Ends a run that a signal has stopped: prints the command that goes on, and exits with the
+    """Ends a command that a signal has stopped: prints the command that goes on, and exits with the
     code that a shell expects, 128 + the signal's number"""
     if is_first_rank():
-        command = command_to_type(argv, resume=not config.resume)
+        command = command_to_type(argv, resume=can_resume(config))
         print(f"stopped; to go on: {command}", file=sys.stderr)
     raise SystemExit(128 + number)
 
@@ -96,9 +96,13 @@ def say_lost_rollouts(say, causes, total):
 def how_to_go_on(config, argv):
     """After a full disk: the command that goes on from the last checkpoint, or begins again where
     there is none yet"""
-    saved = checkpoints.last_stage(config.out) != Path(config.out)
-    resume = saved and "--resume" not in argv and not config.resume
-    return f"Free some space, then: {command_to_type(argv, resume)}"
+    return f"Free some space, then: {command_to_type(argv, can_resume(config))}"
+
+
+def can_resume(config):
+    """Does --resume belong to the command that goes on? Not where it stands there already, and not
+    before there is a checkpoint."""
+    return not config.resume and checkpoints.last_stage(config.out) != Path(config.out)
 
 
 def explain_full_card(config, argv, error):

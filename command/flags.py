@@ -147,8 +147,10 @@ def convert(name, kind, value):
         if value.lower() not in ("0", "1", "true", "false"):
             usage_error(f"--{name} takes 0 or 1, not {value!r}")
         return value.lower() in ("1", "true")
+    # A shell puts the home folder in the place of ~ only where a word begins with it.
+    kinds = {"int": int, "float": float, "str": os.path.expanduser}
     try:
-        number = {"int": int, "float": float, "str": str}[kind](value)
+        number = kinds[kind](value)
     except ValueError:
         wanted = "a whole number" if kind == "int" else "a number"
         usage_error(f"--{name} takes {wanted}, not {value!r}")

@@ -2,8 +2,9 @@
 
 On a CPU, `python train.py` starts further processes itself and becomes rank 0 of plain replicas;
 under torchrun, on a GPU, or where --cp or --ep say so, it starts none. One command at a time may
-work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a checkpoint; an
-evaluation, which has nothing to save, ends at once and takes its other processes along.
+work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a checkpoint; where there
+is nothing to save (before the first step, in an evaluation) it ends at once. What was started ends
+with the command, whatever ended it.
 
 It stands apart from train.py because the recipe is the same in one process and in many: what the
 ranks tell each other is said in train.py and hsdp.py.
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from command.checkpoints import SaveFailed
 from command.flags import is_first_rank, usage_error
-from world.machine import fcntl
+from world.machine import MachineFailure, fcntl
 
 
 @contextlib.contextmanager
@@ -101,13 +102,82 @@ def launch_local_ranks(argv, config, program):
 
 
 child_processes = []  # started by launch_local_ranks
+STOPPING = signal.SIGINT, signal.SIGTERM
 
 
-def stop_after_step():
+@contextlib.contextmanager
+def restored_process():
+    """A context in which ranks are started and joined. Whatever ends it, the processes that were
+    started are gone, and environment, signal handlers and number of threads are as before: a
+    notebook calls main several times."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    joined_before, complete = dist.is_initialized(), False
+    try:
+        yield
+        complete = True
+        # A rank that is late still needs the store, which lives in rank 0: no rank ends before the
+        # others.
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        # After a failure a group on GPUs may wait for ranks that are gone; it ends with the process.
+        ours = dist.is_initialized() and not joined_before
+        if ours and (complete or child_processes):
+            dist.destroy_process_group()
+        end_children(ask=not complete)
+
+        for name in os.environ.keys() - environment:
+            del os.environ[name]
+        os.environ.update(environment)
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def end_children(ask):
+    """Waits until the processes that were started have ended, and kills those that do not. ask:
+    they have work left, and are asked to end"""
+    if ask:
+        for process in child_processes:
+            process.terminate()
+    for process in child_processes:
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    child_processes.clear()
+
+
+def check_ranks():
+    """MachineFailure where a process that was started has ended: the others would wait for it"""
+    for rank, process in enumerate(child_processes, 1):
+        code = process.poll()
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise MachineFailure(f"rank {rank} {how} before it had joined the others")
+
+
+def stop_at_once(end):
+    """From now on Ctrl-C and SIGTERM end this process, and those it has started. For work that has
+    nothing to save before its end. end: raises SystemExit, by the number of the signal"""
+
+    def stop(number, frame):
+        # A second signal must not interrupt this. The others end with the context that this leaves,
+        # and remove their workspaces too.
+        for either in STOPPING:
+            signal.signal(either, signal.SIG_IGN)
+        end(number)
+
+    for number in STOPPING:
+        signal.signal(number, stop)
+
+
+def stop_after_step(interrupted):
     """From now on a first Ctrl-C or SIGTERM ends a run after its step. A second one ends it at
-    once. -> the list in which the signal's number will stand"""
-    # The loop looks into this list between two steps.
-    interrupted = []
+    once. interrupted: a list, into which the signal's number is put; the loop looks into it between
+    two steps"""
 
     def note_signal(number, frame):
         interrupted.append(number)
@@ -116,9 +186,8 @@ def stop_after_step():
         if is_first_rank():
             print("stopping after this step; a second time stops at once", file=sys.stderr)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, note_signal)
-    return interrupted
 
 
 # In a sum over all ranks: more than all signals together.
@@ -135,34 +204,6 @@ def agree_to_stop(run, interrupted, problem):
     return code > 0
 
 
-def leave_ranks():
-    """After the last stage: no rank ends before the others."""
-    if dist.is_initialized():
-        # A rank that is late still needs the store, which lives in rank 0.
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def stop_at_once():
-    """From now on Ctrl-C and SIGTERM end this process and those it has started. For work that
-    writes only at its end: before that there is nothing to save."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, terminate_children)
-
-
-def terminate_children(number, frame):
-    """Handles a signal: ends this process and those it has started. The others end first, so that
-    they remove their workspaces too."""
-    # A second signal must not interrupt this.
-    signal.signal(number, signal.SIG_IGN)
-    for process in child_processes:
-        process.send_signal(number)
-    for process in child_processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    sys.exit(128 + number)
-
-
 def die_with_parent(number):
     """This process gets the signal `number` when its parent ends. Linux alone can do that."""
     # prctl(PR_SET_PDEATHSIG, number)
@@ -171,13 +212,11 @@ def die_with_parent(number):
 
 
 def started_rank():
-    """The preexec_fn of a rank that rank 0 starts: it ends with rank 0, and ignores signals at
-    first. Ctrl-C reaches all ranks at once. A rank that is still importing would die of it, and
-    rank 0 would wait for that rank for half an hour. So the signal is left to rank 0 until this
-    rank has handlers of its own (stop_after_step)."""
+    """The preexec_fn of a rank that rank 0 starts: it ends with rank 0. Ctrl-C reaches all ranks at
+    once, and one that is still importing would print a traceback: until it has handlers of its own
+    it leaves that signal to rank 0."""
     die_with_parent(signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):

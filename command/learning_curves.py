@@ -29,10 +29,19 @@ def read_step_log(run, stage):
     for line in path.read_text(errors="replace").split("\n"):
         try:
             entry = json.loads(line)
+            # What was no number is null there (output_files.to_json).
+            entry = {k: math.nan if value is None else value for k, value in entry.items()}
             steps[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return [steps[step] for step in sorted(steps)]
+
+
+def minutes_so_far(run, stage):
+    """The minutes that a run had taken up to the last step of a stage, its earlier stages
+    included; 0.0 where no log says so"""
+    lines = read_step_log(run, stage)
+    return lines[-1].get("minutes", 0.0) if lines else 0.0
 
 
 def curve_by_step(lines, name):

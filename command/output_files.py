@@ -1,11 +1,13 @@
 """command/output_files.py: questions about files that are asked around long work.
 
-Can what is written at the end be written at all? Is a file still the one that it was? And which
-commit of this program wrote a result?
+Can what is written at the end be written at all, and can every program read it? Is a file still
+the one that it was? And which commit of this program wrote a result?
 """
 
 import errno
 import hashlib
+import json
+import math
 import os
 import subprocess
 import tempfile
@@ -25,9 +27,38 @@ def check_writable(folder, names):
             raise OSError(errno.EACCES, "cannot be overwritten", str(path))
 
 
+def to_json(value, indent=None):
+    """The text of a value as JSON. JSON has no NaN and no infinity: such a number is null, as one
+    that is not known."""
+
+    def known(value):
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {key: known(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [known(inner) for inner in value]
+        return value
+
+    return json.dumps(known(value), indent=indent, allow_nan=False)
+
+
 def digest_file(path):
     """SHA-256 of a file's bytes, in hexadecimal; "" where path is empty"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+def digest_ends(folder):
+    """SHA-256 of the names, the sizes and the first and last megabyte of a folder's files: enough
+    to tell one published checkpoint from another without reading all of its weights"""
+    found, end = hashlib.sha256(), 1 << 20
+    for path in sorted(path for path in Path(folder).iterdir() if path.is_file()):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            found.update(f"{path.name} {size}\n".encode() + file.read(end))
+            file.seek(max(0, size - end))
+            found.update(file.read())
+    return found.hexdigest()
 
 
 def current_commit():

@@ -8,7 +8,6 @@ It stands apart from eval.py because the numbers are the concept and a table onl
 out: figures of cost, which differ from those of tokens by the prices alone.
 """
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from command import drawing
+from command.output_files import to_json
 
 # ---------------------------------------------------------------- the table
 
@@ -85,7 +85,8 @@ def format_table(numbers, kind="held-out"):
 
     # What it takes.
     for key, (label, form, factor) in ROWS.items():
-        add_row(label, [format_number(row[key] * factor, form) for row in whole])
+        cells = [format_number(row[key] * factor, form) if key in row else "-" for row in whole]
+        add_row(label, cells)
 
     # These count as failed, though nothing was tried.
     if any(row["no_turn"] for row in whole):
@@ -132,7 +133,7 @@ def write_report(numbers, folder, name, extra=None, kind="held-out"):
 def write_json(numbers, path, extra=None):
     """Writes the numbers, and what else belongs in the file."""
     data = {"policies": numbers["policies"], **(extra or {}), "pairs": numbers["pairs"]}
-    path.write_text(json.dumps(data, indent=1))
+    path.write_text(to_json(data, indent=1))
 
 
 # ---------------------------------------------------------------- figures

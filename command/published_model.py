@@ -18,6 +18,7 @@ import torch
 import fast
 from command import checkpoints
 from command.flags import usage_error
+from command.output_files import digest_ends
 from published.export import export_model
 from published.families import read_config
 from published.grouped_query import config_of
@@ -75,6 +76,9 @@ def build_published(run, saved, own_parts):
     if not saved:
         # The tokenizer first, since it is there that folders differ. Each rank reads its own part
         # of the weights.
+        checkpoints.check_same_on_ranks(
+            "published checkpoints (--init_from)", digest_ends(config.init_from)
+        )
         tokenizer = read_tokenizer(config.init_from, published.vocab)
         model = load_model(
             config.init_from,

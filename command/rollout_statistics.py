@@ -15,6 +15,8 @@ What the keys mean, where the name does not say it:
     named           of the deleted functions not yet written at a summary, the share it names
     no_turn         rollouts whose task filled the window
 
+A share of nothing is left out: where no rollout could read a file, there is no share of cheats.
+
 It stands apart from train.py because none of these numbers reaches a gradient. Evaluation counts
 per task and has its own table in eval.py.
 """
@@ -52,20 +54,24 @@ def describe_rows(rows, habits):
         log[habit] = mean(habit in row["flaws"] for row in rows)
     log["bad_tool"] = mean(row["bad_tools"] > 0 for row in rows)
     log["no_turn"] = sum(row["turns"] == 0 for row in rows)
+
+    # {key: (sum, the number that it is divided by)}
     turns = sum(row["turns"] for row in rows)
-    log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, turns)
+    shares = {"wrong_calls_per_turn": (sum(row["bad_tools"] for row in rows), turns)}
 
     # Only rollouts that had a tool to read files can have read what they should not.
     readers = [row for row in rows if row["reads"]]
     for key in ("cheats", "suspicious"):
-        log[key] = sum(row[key] for row in readers) / max(1, len(readers))
+        shares[key] = sum(row[key] for row in readers), len(readers)
 
     # What a summary keeps of what is still to be done, and its length.
     probe = {}
     for key in ("summaries", "tokens", "left", "named"):
         probe[key] = sum(row["probe"][key] for row in rows)
-    log["named"] = probe["named"] / max(1, probe["left"])
-    log["summary_tokens"] = probe["tokens"] / max(1, probe["summaries"])
+    shares["named"] = probe["named"], probe["left"]
+    shares["summary_tokens"] = probe["tokens"], probe["summaries"]
+
+    log |= {key: total / number for key, (total, number) in shares.items() if number}
     return log | describe_groups(rows)
 
 

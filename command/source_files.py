@@ -4,8 +4,8 @@ A folder of Python files (by default the standard library of the Python that run
 of texts, one to train on and one that is held out. The split depends on each file's own path, so
 the same folder gives the same split on every machine, and one more file moves no other.
 
-    python_sources(folder)     -> (training texts, held-out texts)
-    digest_texts(train, held)  -> a checksum, by which a resumed run knows its data again
+    python_sources(folder, say)  -> (training texts, held-out texts)
+    digest_texts(train, held)    -> a checksum, by which a resumed run knows its data again
 
 It stands apart from train.py because which files are skipped and how a damaged folder is refused
 says nothing about the recipe.
@@ -15,6 +15,7 @@ Left out: deduplication, licences, any language but Python.
 
 import hashlib
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 from command.flags import usage_error
@@ -35,25 +36,36 @@ SKIP = {
 }
 
 
-def python_sources(folder):
+def python_sources(folder, say=None):
     """-> (training texts, held-out texts): real Python, tests and generated tables left out. About
     every 20th file is held out; which ones depends on each file's own path below the folder, so a
-    file that is added or removed moves no other."""
+    file that is added or removed moves no other. say: prints the line that tells how many files of
+    a user's folder are left out, and why"""
     # {path below the folder: text}, sorted. A file of 200 kB or more counts as a generated table.
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         usage_error(f"--data={folder}: no such folder")
-    texts = {}
+    texts, left_out = {}, Counter()
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
-        # A link may lead nowhere.
-        if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
+        skipped = sorted(SKIP & set(inside.parts[:-1]))
+        # A link may lead nowhere, and a folder may be called like a source.
+        if not path.is_file():
             continue
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        if text.strip():
-            texts[inside.as_posix()] = text
+        if skipped:
+            left_out[f"in folders called {skipped[0]}"] += 1
+        elif path.stat().st_size >= 200_000:
+            left_out["of 200 kB or more"] += 1
+        else:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                texts[inside.as_posix()] = text
     if len(texts) < 2:
         usage_error(f"--data={folder}: fewer than two Python files there")
+    if folder and left_out and say:
+        causes = ", ".join(f"{number} {cause}" for cause, number in left_out.items())
+        total = len(texts) + sum(left_out.values())
+        say(f"--data={folder}: {sum(left_out.values())} of {total} files are left out: {causes}")
 
     # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no
     # other: one of each is needed.

@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from command.checkpoints import explain_write_error
+from command.output_files import to_json
 from command.policy_report import format_number
 
 
@@ -88,7 +89,7 @@ def report(run, bar, log, path):
     # The file: a line of JSON, with nine digits.
     try:
         with open(path, "a") as file:
-            file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+            file.write(to_json({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
     except OSError as error:
         return (
             f"{path}: step {log['step']} could not be written: {explain_write_error(error)}; what "

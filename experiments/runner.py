@@ -42,7 +42,7 @@ from tqdm import tqdm
 import train
 from command import drawing, failures, launch
 from command import flags as command_flags
-from command.output_files import check_writable, current_commit, digest_file
+from command.output_files import check_writable, current_commit, digest_file, to_json
 from experiments import tables
 
 HERE = Path(__file__).resolve().parent
@@ -371,7 +371,7 @@ def main(module, argv):
         "differences": tables.paired_differences(results),
         "results": results,
     }
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1))
+    (folder / f"{name}.json").write_text(to_json(record, indent=1))
     if keep:
         shutil.copy(folder / f"{name}.json", HERE / "results")
         shutil.copy(folder / f"{name}.png", HERE / "figures")
@@ -394,7 +394,7 @@ def read_experiment_flags(name, experiment, argv):
         if flag == "--keep" and not equals:
             keep = True
         elif flag == "--out" and value:
-            out = value
+            out = os.path.expanduser(value)
         elif flag == "--seeds":
             if not all(part.isdecimal() for part in value.split(",")):
                 usage_error(f"{word}: numbers with commas, as --seeds=1337,1,2")

@@ -22,6 +22,8 @@ from pathlib import Path
 import eval
 import synth_tasks
 import train
+from command import checkpoints
+from command.output_files import to_json
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
@@ -59,8 +61,10 @@ def add_seen_tasks(config, number):
     # The policy after RL, and the one that RL began from, which tells how far it has moved.
     run, out = train.Run(config), Path(config.out)
     model, tokenizer, saved = eval.load_policy(out / "rl", run.device, config.plain)
-    origin = Path(saved["start_from"] or saved["out"], "sft")
-    began = eval.load_policy(origin, run.device, config.plain)[0]
+    origin = checkpoints.find_origin(checkpoints.load_extra(out / "rl"), out / "sft")
+    began = None
+    if origin:
+        began = eval.load_policy(origin, run.device, config.plain)[0].compute_in(run.dtype)
 
     # The tasks that RL drew, with the numbers that it gave them: FewTasks.task_number. Fewer tasks
     # than the evaluation has of a level are played more often.
@@ -80,7 +84,7 @@ def add_seen_tasks(config, number):
         passes,
         temperature=saved["temperature"],
         numbers=run.share(range(len(tasks))),
-        reference=began.compute_in(run.dtype),
+        reference=began,
     )
 
     # The first rank adds them to the file that the recipe's evaluation has written.
@@ -93,7 +97,7 @@ def add_seen_tasks(config, number):
             "levels": eval.summarize_levels(records),
         }
         summary["policies"]["after, seen"] = seen
-        path.write_text(json.dumps(summary, indent=1))
+        path.write_text(to_json(summary, indent=1))
         print(f"solved, of the tasks it was trained on: {seen['overall']['solved']:.3f}")
 
 

@@ -184,8 +184,8 @@ def read_config(path):
             norm_eps=settings.number("rms_norm_eps", 1e-6, 0, 1),
             **own,
         )
-    except AssertionError as error:
-        # VariantConfig asserts that sizes go together.
+    except ValueError as error:
+        # VariantConfig refuses sizes that do not go together.
         raise ValueError(f"{path}: {error}") from None
     return config, settings, prefix
 

@@ -44,28 +44,25 @@ class VariantConfig(ModelConfig):
         super().__post_init__()
 
         # Only the variants that exist, and only where they have an effect.
-        assert self.attention in (
-            "mla",
-            "gqa",
-        ), f"attention must be mla or gqa, not {self.attention!r}"
-        assert self.scoring in (
-            "sigmoid",
-            "softmax",
-        ), f"scoring must be sigmoid or softmax, not {self.scoring!r}"
-        assert self.attention == "gqa" or not (
-            self.qk_norm or self.qkv_bias
-        ), "qk_norm and qkv_bias are for gqa"
+        if self.attention not in ("mla", "gqa"):
+            raise ValueError(f"attention must be mla or gqa, not {self.attention!r}")
+        if self.scoring not in ("sigmoid", "softmax"):
+            raise ValueError(f"scoring must be sigmoid or softmax, not {self.scoring!r}")
+        if self.attention != "gqa" and (self.qk_norm or self.qkv_bias):
+            raise ValueError("qk_norm and qkv_bias are for gqa")
 
         # Groups are of equal size, of two experts at least (a group is worth its two best), and the
         # chosen groups must hold enough experts for a token.
         size, rest = divmod(self.experts, self.n_group)
-        assert self.n_group == 1 or (
-            rest == 0 and size > 1
-        ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
-        assert self.num_experts_per_tok <= size * self.topk_group <= self.experts, (
-            f"topk_group={self.topk_group} of n_group={self.n_group} groups "
-            f"of {size} experts must hold num_experts_per_tok={self.num_experts_per_tok}"
-        )
+        if self.n_group != 1 and (rest or size < 2):
+            raise ValueError(
+                f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
+            )
+        if not self.num_experts_per_tok <= size * self.topk_group <= self.experts:
+            raise ValueError(
+                f"topk_group={self.topk_group} of n_group={self.n_group} groups "
+                f"of {size} experts must hold num_experts_per_tok={self.num_experts_per_tok}"
+            )
 
     @property
     def entry_width(self):

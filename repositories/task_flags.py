@@ -37,8 +37,9 @@ def read_flags():
     # Three uses: make tasks of a repository, find an environment for one, check a file of tasks.
     add = parser.add_argument
     hardest = len(REPO_LEVELS) - 1
-    add("--repo", help="folder of a Python repository with a pytest suite")
-    add("--out", default="tasks.jsonl")
+    home = os.path.expanduser  # a shell leaves the ~ of --out=~/tasks.jsonl as it is
+    add("--repo", type=home, help="folder of a Python repository with a pytest suite")
+    add("--out", type=home, default="tasks.jsonl")
     add("--n", type=int, default=50)
     add("--level", type=int, help=f"0 to {hardest}; all of them if not given")
     add("--seed", type=int, default=0)
@@ -52,10 +53,11 @@ def read_flags():
     )
     add(
         "--keep",
+        type=home,
         metavar="DIR",
         help="where --autoinstall keeps the environment (default: beside --out)",
     )
-    add("--check", metavar="TASKS", help="verify every task of a file again")
+    add("--check", type=home, metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
 
     # Refuse numbers out of their ranges, and flags without the one that they belong to.

@@ -146,6 +146,14 @@ def test_a_summary_of_hand_made_records():
     json.dumps(s)
 
 
+def test_a_lost_rollout_takes_its_task_alone_out_of_pass_at_2():
+    s = evaluation.summarize_records(RECORDS[:-1])
+    assert s["passes"] == 2 and s["pass@1"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert s["pass@2"] == 1.0
+    silent = evaluation.summarize_records([dict(RECORDS[0], turns=0, moved=0.0, unflagged=0)])
+    assert not {"moved", "wrong_calls_per_turn"} & silent.keys()
+
+
 def test_levels_are_summarised_apart():
     levels = evaluation.summarize_levels(RECORDS)
     assert (
@@ -368,6 +376,7 @@ def run(tmp_path_factory):
             "summarize": True,
             "max_turns": 3,
             "draft": 3,
+            "dtype": "float32",
         }
         checkpoints.save_checkpoint(
             folder / stage,
@@ -663,6 +672,25 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         (policy,) = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
         assert sorted(policy["levels"]) == [str(level) for level in range(levels)]
     assert asked == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_played_in_the_dtype_that_its_run_sampled_in(dtype, run, tmp_path, monkeypatch):
+    load, play, seen = evaluation.load_policy, evaluation.run_policy, []
+
+    def load_as(*words):
+        model, tokenizer, config = load(*words)
+        return model, tokenizer, {**config, "dtype": dtype}
+
+    def play_and_note(model, *words, **more):
+        seen.append(model.dtype)
+        return play(model, *words, **more)
+
+    monkeypatch.setattr(evaluation, "load_policy", load_as)
+    monkeypatch.setattr(evaluation, "run_policy", play_and_note)
+    words = ["--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
+    evaluation.main([str(run[0]), *words])
+    assert seen == [getattr(torch, dtype)]
 
 
 def test_the_command_itself_exits_with_2_and_one_line():

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import socket
 import time
 from functools import partial
 
@@ -699,6 +700,57 @@ def test_all_ranks_are_told_that_one_disk_is_full(tmp_path):
         "saved"
     ]
     assert first[1::2] == [1] * 5 + [2]
+
+
+def save_on_a_disk_of_ones_own(rank, world, folder):
+    """-> what the save says on each rank, and whether the checkpoint before it is whole"""
+    os.makedirs(f"{folder}/{rank}")
+    os.chdir(f"{folder}/{rank}")
+    model = parallelize(build(), make_meshes(world))
+    checkpoints.SEEN_AFTER = 0.5
+    shared = f"{folder}/shared"
+    checkpoints.save_checkpoint(shared, model, extra={"step": 1})
+    os.symlink(shared, "run")
+    try:
+        # The folder that is there is shared; the one that is written beside it is not.
+        checkpoints.save_checkpoint("run", model, extra={"step": 2})
+        return "saved"
+    except checkpoints.SaveFailed as error:
+        return str(error), checkpoints.load_extra("run")["step"], os.listdir(".")
+
+
+def test_a_save_to_a_disk_of_each_rank_fails_on_all_and_the_good_checkpoint_stays(tmp_path):
+    first, second = run_ranks(2, save_on_a_disk_of_ones_own, str(tmp_path))
+    assert first == second and first[1:] == (1, ["run"])
+    assert "not every rank sees this folder" in first[0] and "\n" not in first[0]
+
+
+def meet(rank, world, port, dies):
+    """What a rank that was started by itself says when it joins two others, of which one may be
+    missing"""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+    def check():
+        if dies:
+            raise RuntimeError("one has died")
+
+    try:
+        return hsdp.join_process_group("cpu", 60, check), float(hsdp.all_reduce_sum(rank))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_join_when_all_are_there_and_raise_where_one_will_never_come():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    assert run_ranks(3, meet, port, False) == [((r, 3), 3.0) for r in range(3)]
+    start = time.monotonic()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    assert run_ranks(1, meet, port, True) == ["one has died"] and time.monotonic() - start < 30
 
 
 def spoil(path, how):

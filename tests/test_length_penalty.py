@@ -96,13 +96,13 @@ def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
     with pytest.raises(AssertionError, match="turns"):
         lp.compute_effort({name: 0 for name in COUNTS if name != "turns"})
     for bad in (dict(thinking_tokens=-1), dict(turns=float("nan"))):
-        with pytest.raises(AssertionError, match="weight"):
+        with pytest.raises(ValueError, match="weight"):
             lp.Weights(**bad)
     for arguments in ((-1, 1, 1), (np.nan, 1, 1), (1, -1, 1), (1, 1, -1), (1, 1, np.inf)):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError):
             lp.concave_cost(*arguments)
     for bad in (dict(scale=-1), dict(scale=np.inf), dict(k=-1), dict(q=np.nan)):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError):
             lp.Price(**bad)
 
 

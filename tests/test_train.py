@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,10 +26,14 @@ from small import FLAGS as SMALL
 import train
 from command import (
     checkpoints,
+    checks,
     drawing,
     flags,
     idle_flags,
+    learning_curves,
+    output_files,
     policy_report,
+    rollout_statistics,
     source_files,
     step_log,
 )
@@ -416,6 +421,15 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
     child = Command(command)
     child.wait_for(lambda: "demonstrations" in child.stderr)
     assert "another train.py is at work" in refused(command[2:], capsys)
+    # Before the first step there is nothing to save: one signal ends it at once.
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 128 + signal.SIGINT and "to go on: python" in child.stderr
+    assert "--resume" not in child.stderr and "after this step" not in child.stderr
+
+    # In a step, which is long here, the first one waits for its end, and the second does not.
+    flags = "--stage=long --steps=3 --batch_tokens=1000000".split()
+    child = Command([*command[:2], *SMALL, *flags, *command[-2:]])
+    child.wait_for(lambda: "0/3" in child.stderr)
     child.send_signal(signal.SIGINT)
     child.wait_for(lambda: "a second time" in child.stderr)
     child.send_signal(signal.SIGINT)
@@ -443,8 +457,296 @@ def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
     words = [*SMALL, "--stage=long", "--steps=1", f"--out={tmp_path}"]
     train.main([*words, f"--start_from={run}"])
     capsys.readouterr()
-    train.main([*words, "--start_from=elsewhere"])
-    assert f"finished already ({tmp_path}/long), begun from {run}" in capsys.readouterr().out
+    train.main(words)
+    said = capsys.readouterr().out
+    assert f"finished already ({tmp_path}/long), begun from {run}" in said and "anew" not in said
+    assert "elsewhere/pretrain is another" in refused([*words, "--start_from=elsewhere"], capsys)
+
+
+def test_where_a_stage_began_is_known_by_its_digest_in_whatever_folder(
+    run, tmp_path, capsys, monkeypatch
+):
+    old, moved, here = tmp_path / "old", tmp_path / "moved", tmp_path / "here"
+    shutil.copytree(run, old)
+    rl = [*SMALL, *"--stage=rl --steps=2 --tasks_per_step=1 --group_size=2".split()]
+    ask = [*SMALL, "--stage=eval", "--eval_levels=1", f"--out={here}"]
+
+    # Begun from a path below the present folder, stopped in the first step, gone on with elsewhere.
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.launch, "agree_to_stop", lambda *_: True)
+        with pytest.raises(SystemExit):
+            train.main([*rl, "--start_from=old", f"--out={here}"])
+    monkeypatch.chdir(ROOT)
+    capsys.readouterr()
+    assert "another checkpoint" in refused([*rl, f"--out={here}", f"--start_from={here}"], capsys)
+    train.main([*rl, f"--out={here}"])
+    saved = checkpoints.load_extra(here / "rl")
+    assert saved["config"]["start_from"] == str(old)
+    assert saved["origin"] == checkpoints.describe_origin(run / "sft") | {"path": f"{old}/sft"}
+
+    def evaluate(*more):
+        capsys.readouterr()
+        train.main([*ask, *more])
+        return capsys.readouterr().out, json.loads((here / "summary.json").read_text())
+
+    # It is found where it was, or where the flag says, and is not taken for what stands there now.
+    text, numbers = evaluate()
+    assert list(numbers["policies"]) == ["before RL", "after RL"] and "anew" not in text
+    assert "moved" in numbers["policies"]["after RL"]["overall"]
+    old.rename(moved)
+    train.main([*rl, f"--out={here}", f"--start_from={moved}"])
+    text, numbers = evaluate(f"--start_from={moved}")
+    assert list(numbers["policies"]) == ["before RL", "after RL"] and "anew" not in text
+    train.main([*SMALL, "--stage=sft", "--steps=1", f"--start_from={run}", f"--out={old}"])
+    text, numbers = evaluate()
+    assert list(numbers["policies"]) == ["after RL"] and "made anew since" in text
+    assert "moved" not in numbers["policies"]["after RL"]["overall"]
+    train.main([*rl, f"--out={here}"])
+    assert f"began from {old}/sft, which was moved or made anew" in capsys.readouterr().out
+
+
+def test_rl_by_other_rules_than_its_sft_and_a_window_beyond_the_positions_are_said_in_one_line_each(
+    run, tmp_path, capsys
+):
+    rl = "--stage=rl --steps=1 --tasks_per_step=1 --group_size=2".split()
+    for more, said in (
+        ((), []),
+        (("--window=900", "--max_turns=4"), ["--window is 900 and was 1024", "--max_turns is 4"]),
+        (("--summarize=0",), ["--summarize is 0 and was 1"]),
+    ):
+        out = tmp_path / str(len(said))
+        train.main([*SMALL, *rl, f"--start_from={run}", f"--out={out}", *more])
+        lines = capsys.readouterr().out.splitlines()
+        told = [line for line in lines if "other rules" in line]
+        assert len(told) == bool(said) and all(words in told[0] for words in said)
+        # The model of these flags has 64 * 2 positions.
+        (beyond,) = [line for line in lines if "128 positions" in line]
+        assert f"--window={900 if len(said) == 2 else 1024} " in beyond
+    lines = []
+    checks.say_positions(train.Config(stage="sft", window=128), 128, lines.append)
+    checks.say_positions(train.Config(stage="long", window=129), 128, lines.append)
+    assert not lines
+
+
+def test_a_folder_behind_a_tilde_is_below_home(monkeypatch, tmp_path):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    given = train.FLAGS.parse(["--out=~/a", "--start_from", "~/b", "--data=c~d", "--stage=sft"])
+    assert (given["out"], given["start_from"], given["data"]) == (f"{home}/a", f"{home}/b", "c~d")
+
+
+def test_files_of_a_folder_that_are_left_out_are_said(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name, text in (("a", "a = 1\n"), ("b", "b = 1\n"), ("large", "#" * 200_000)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "tests" / "test_a.py").write_text("c = 1\n")
+    lines = []
+    assert len(sum(source_files.python_sources(str(tmp_path), lines.append), [])) == 2
+    (line,) = lines
+    assert "2 of 4 files" in line and "1 of 200 kB" in line and "1 in folders called tests" in line
+    (tmp_path / "large.py").unlink(), shutil.rmtree(tmp_path / "tests")
+    source_files.python_sources(str(tmp_path), lines.append)
+    source_files.python_sources("", lines.append)  # of the standard library nothing is said
+    assert len(lines) == 1
+
+
+TWICE = """
+import os, signal, torch, train
+keep = lambda: (dict(os.environ), [signal.getsignal(n) for n in (2, 15)], torch.get_num_threads())
+before = keep()
+for n, words in enumerate((%r, %r, ["--dim=7"])):
+    try:
+        train.main([*%r, *words, f"--out=%s/{n}"])
+    except SystemExit as end:
+        print("ended", end.code)
+print("same:", [a == b for a, b in zip(before, keep())], train.dist.is_initialized())
+"""
+
+
+def test_the_command_runs_twice_in_a_process_and_puts_back_what_it_changed(run, tmp_path):
+    words = ["--stage=long", "--steps=1", f"--start_from={run}", "--processes=2"]
+    code = TWICE % (words, [*words, "--seed=5"], SMALL, tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = run_command([sys.executable, "-c", code], env=environment)
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["ended 2", "same: [True, True, True] False"], done.stderr[-2000:]
+    assert all((tmp_path / str(n) / "long").exists() for n in range(2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the process in /proc")
+def test_a_rank_that_dies_before_it_joins_ends_the_others_within_seconds(run, tmp_path):
+    flags = [*SMALL, "--stage=long", "--steps=5000", "--processes=2", f"--start_from={run}"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out={tmp_path}"]
+    child = Command(command, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    child.wait_for(lambda: children.exists() and children.read_text())
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    assert child.wait(60) == 2
+    assert child.stderr.count("\n") == 1 and "rank 1 was killed by signal 9" in child.stderr
+
+
+def numbers_of_a_log(folder, stage):
+    return [json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()]
+
+
+def test_minutes_are_those_of_the_run_over_its_stages_and_commands(run, tmp_path):
+    before = numbers_of_a_log(run, "pretrain")[-1]["minutes"]
+    assert 0 < before < numbers_of_a_log(run, "long")[0]["minutes"]
+
+    # The log of what goes on says that ten minutes were taken.
+    words = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}", f"--out={tmp_path}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.launch, "agree_to_stop", lambda *_: True)
+        with pytest.raises(SystemExit):
+            train.main(words)
+    (line,) = numbers_of_a_log(tmp_path, "long")
+    assert before < line["minutes"] < before + 5
+    (tmp_path / "long.jsonl").write_text(json.dumps({**line, "minutes": 10.0}) + "\n")
+    train.main(words)
+    assert all(10 < line["minutes"] < 15 for line in numbers_of_a_log(tmp_path, "long")[1:])
+
+
+def test_a_number_that_is_none_is_null_in_every_file(tmp_path):
+    refuse = lambda word: pytest.fail(f"{word} is no JSON")
+    value = {"a": [1.5, float("nan"), (float("-inf"), None)], "b": {"c": float("inf"), "d": "NaN"}}
+    known = {"a": [1.5, None, [None, None]], "b": {"c": None, "d": "NaN"}}
+    text = output_files.to_json(value, indent=1)
+    assert json.loads(text, parse_constant=refuse) == known
+    bar, log = SimpleNamespace(update=lambda: None), {"step": 1, "loss": float("nan")}
+    r = SimpleNamespace(rank=0, config=train.Config(stage="sft"))
+    assert step_log.report(r, bar, log, tmp_path / "sft.jsonl") == ""
+    json.loads((tmp_path / "sft.jsonl").read_text(), parse_constant=refuse)
+    (read,) = learning_curves.read_step_log(tmp_path, "sft")
+    assert read["step"] == 1 and np.isnan(read["loss"])
+
+
+def test_a_share_of_nothing_is_left_out_of_the_log():
+    nothing = dict(summaries=0, tokens=0, left=0, named=0)
+    row = dict.fromkeys(rollout_statistics.MEANS, 0.0)
+    row |= dict(flaws=set(), bad_tools=0, reads=False, cheats=False, suspicious=False)
+    row |= dict(probe=nothing, group=(0, 0), files=1)
+    log = rollout_statistics.describe_rows([row, row], ())
+    shares = {"named", "summary_tokens", "cheats", "suspicious", "wrong_calls_per_turn"}
+    assert not shares & log.keys() and log["reward"] == 0
+    told = dict(summaries=2, tokens=30, left=5, named=2)
+    other = {**row, "probe": told, "reads": True, "suspicious": True, "turns": 4, "bad_tools": 1}
+    log = rollout_statistics.describe_rows([row, other], ())
+    assert {key: log[key] for key in shares} == {
+        "named": 0.4,
+        "summary_tokens": 15,
+        "cheats": 0,
+        "suspicious": 1,
+        "wrong_calls_per_turn": 0.25,
+    }
+
+
+def test_the_reference_policy_routes_by_itself():
+    """Also with router replay: the routes of sampling are those of a policy that has moved on."""
+    torch.manual_seed(3)
+    sizes = dict(vocab=48, dim=32, layers=3, heads=2, kv_lora=16, experts=6, expert_ffn=16)
+    model = train.ModelConfig(dense_ffn=32, **sizes).build_model()
+    for p in model.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    r = SimpleNamespace(model=model, config=SimpleNamespace(router_replay=True, temperature=0.8))
+    rl = train.Reinforcement.__new__(train.Reinforcement)
+    rl.run, rl.reference = r, train.feedback_distill.Teacher(model, "frozen")
+    routes = np.random.default_rng(1).permuted(
+        np.tile(np.arange(6, dtype=np.int16), (30, 2, 1)), axis=-1
+    )[..., :2]
+    turn = train.rollout.Turn(
+        "assistant", list(range(1, 31)), logprobs=np.zeros(29, dtype=np.float32)
+    )
+    batch = train.rollout.pack([train.rollout.Segment([turn], routes)], [1.0])
+    own = model.logprobs(model(batch["tokens"]), batch["targets"], 0.8, batch["mask"] > 0)
+    torch.testing.assert_close(rl.reference_logprobs(batch), own.detach())
+
+
+UNDER_O = """
+import dataclasses, json, pathlib, sys, synth_tasks
+from command import checkpoints
+from length_penalty import Price
+from published.grouped_query import VariantConfig
+from repositories.task_file import read_tasks
+top = pathlib.Path(sys.argv[1])
+task = dataclasses.asdict(synth_tasks.make_task(1, 4))
+(top / "good.jsonl").write_text(json.dumps(task))
+task["files"]["a/../../../out.py"] = "x = 1"
+(top / "bad.jsonl").write_text(json.dumps(task))
+(top / "run").mkdir()
+(top / "run" / "manifest.json").write_text('{"extra.pt": {"bytes": true, "crc32": "0"}}')
+tried = dict(
+    good=lambda: read_tasks(top / "good.jsonl"),
+    task=lambda: read_tasks(top / "bad.jsonl"),
+    manifest=lambda: checkpoints.load_extra(top / "run"),
+    sizes=lambda: VariantConfig(num_experts_per_tok=9, experts=8),
+    price=lambda: Price(-1),
+)
+for name, call in tried.items():
+    try:
+        call()
+        print(name, "taken")
+    except ValueError as error:
+        print(name, "refused:", str(error).replace(str(top), ""))
+"""
+
+
+def test_what_a_stranger_brings_is_checked_without_assert_too(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", UNDER_O, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert said.pop("good") == "taken", done.stderr
+    assert len(said) == 4 and all(words.startswith("refused: ") for words in said.values())
+    assert "no readable manifest.json" in said["manifest"] and "line 1" in said["task"]
+
+
+@pytest.mark.parametrize("group", [2, 3, 6, 7, 11, 12, 48])
+def test_equal_rewards_have_no_advantage_to_the_last_bit(group):
+    for reward in np.random.default_rng(group).random(50):
+        assert not train.rollout.advantages([reward] * group).any()
+    assert train.rollout.advantages([1.0] + [0.0] * (group - 1)).any()
+
+
+def text_of_a_rank(rank, world, folder, words):
+    """What the digest of a rank's own text says, or the exit code with which it ended"""
+    config = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, f"--dp_replicate={world}", f"--data={folder}/{words[rank]}"]),
+        "pretrain",
+    )
+    r = train.Run(replace(config, stage="pretrain"))
+    r.tokenizer = train.rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    try:
+        return train.Text(r).data_digest
+    except SystemExit as end:
+        return end.code
+
+
+def test_ranks_that_read_other_texts_end_before_they_begin(tmp_path):
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        for i in range(30):
+            text = f"def f{i}(x):\n    return x + {i + (name == 'other')}\n" * 20
+            (tmp_path / name / f"m{i}.py").write_text(text)
+    first, second = run_ranks(2, text_of_a_rank, str(tmp_path), ("one", "same"))
+    assert first == second and len(first) == 64
+    assert run_ranks(2, text_of_a_rank, str(tmp_path), ("one", "other")) == [2, 2]
+
+
+def test_a_published_folder_is_known_by_the_ends_of_its_files(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(3 << 20) + name.encode()[:1])
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "b")
+    a, b, c = [output_files.digest_ends(tmp_path / name) for name in ("a", "b", "c")]
+    assert a == b != c
 
 
 def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
@@ -848,14 +1150,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         ]
     )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
-    with pytest.MonkeyPatch.context() as patch:  # one process group for both stages
-        patch.setattr(train.dist, "destroy_process_group", lambda: None)
-        run_ranks(
-            2,
-            commands,
-            [*two, "--stage=sft", "--steps=1"],
-            [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"],
-        )
+    run_ranks(
+        2,
+        commands,
+        [*two, "--stage=sft", "--steps=1"],
+        [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"],
+    )
     read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
     assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(
         read(out, "sft")["loss"], abs=1e-4
