@@ -567,30 +567,39 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
     assert child.wait(120) in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    "layout, tolerance",
-    [
-        ([], 1e-4),
-        (["--ep=2"], 1e-4),
-        (["--cp=2"], 1e-4),
-        (["--ep=2", "--weight_dtype=bfloat16"], 5e-3),
-    ],
-)
-def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
-    common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
+def commands(rank, world, *lists):
+    """What torchrun would do, in ranks that are forked already: one process group for all lists."""
+    os.environ["RANK"] = str(rank)
+    train.dist.destroy_process_group = lambda: None
+    for words in lists:
+        train.main(words)
+
+
+def test_two_processes_have_the_loss_of_one(run, tmp_path):
+    """As torchrun starts them, and in other layouts as forked ranks in one process group."""
+    common = [*SMALL, "--stage=long", "--steps=2", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [str(ROOT / "train.py"), *common, *layout, f"--out={tmp_path}/two"]
+    words = [str(ROOT / "train.py"), *common, f"--out={tmp_path}/torchrun"]
     run_command([*launcher, "--nproc_per_node=2", *words], env=environment, check=True)
-    losses = [
-        [
-            json.loads(line)["loss"]
-            for line in (tmp_path / name / "long.jsonl").read_text().splitlines()
-        ]
-        for name in ("one", "two")
-    ]
-    assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
+    layouts = {
+        "ep": ["--ep=2"],
+        "cp": ["--cp=2"],
+        "bf16": ["--ep=2", "--weight_dtype=bfloat16"],
+    }
+    run_ranks(
+        2, commands, *([*common, *more, f"--out={tmp_path}/{n}"] for n, more in layouts.items())
+    )
+
+    def losses(name):
+        lines = (tmp_path / name / "long.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    one = losses("one")
+    assert len(one) == 2
+    for name, tolerance in {"torchrun": 1e-4, "ep": 1e-4, "cp": 1e-4, "bf16": 5e-3}.items():
+        assert losses(name) == pytest.approx(one, abs=tolerance), name
 
 
 def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
@@ -806,13 +815,6 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
     assert json.loads((tmp_path / "summary.json").read_text())["config"]["max_turns"] == 3
 
 
-def commands(rank, world, *lists):
-    """What torchrun would do, in ranks that are forked already."""
-    os.environ["RANK"] = str(rank)
-    for words in lists:
-        train.main(words)
-
-
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_path, capsys):
     """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it,
     what is exported is what was trained. Two ranks with half of the experts each do the same."""
@@ -848,14 +850,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         ]
     )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
-    with pytest.MonkeyPatch.context() as patch:  # one process group for both stages
-        patch.setattr(train.dist, "destroy_process_group", lambda: None)
-        run_ranks(
-            2,
-            commands,
-            [*two, "--stage=sft", "--steps=1"],
-            [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"],
-        )
+    run_ranks(
+        2,
+        commands,
+        [*two, "--stage=sft", "--steps=1"],
+        [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"],
+    )
     read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
     assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(
         read(out, "sft")["loss"], abs=1e-4
