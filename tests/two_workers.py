@@ -158,6 +158,8 @@ def report_all(session, files, order, lines):
         for line in wait(at_work):
             try:
                 message = line.recv()
+                if "ask" in message:
+                    line.send(order.pop(0) if order else None)
             except (EOFError, OSError):
                 raise session.Interrupted(f"a worker ended in {running[line]}")
             if "start" in message:
@@ -170,8 +172,6 @@ def report_all(session, files, order, lines):
                 raise RuntimeError(f"in {running[line]}:\n{message['error']}")
             elif "done" in message:
                 at_work.discard(line)
-            else:
-                line.send(order.pop(0) if order else None)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
