@@ -242,11 +242,11 @@ def bench_samplers(sampler_model, tokenizer, quick):
 
     # Three times as many rollouts as rows, so that an agent that ends makes room for another.
     samplers = {"continuous batching": continuous, "static batching": static}
-    compare_samplers(samplers, 12 if quick else 96, rounds=1)
+    compare_samplers(samplers, 6 if quick else 96, rounds=1)
 
     # The plain sampler is slow: it gets as many rollouts as the other has rows.
     samplers = {"continuous batching": continuous, "plain sampler": plain}
-    compare_samplers(samplers, 4 if quick else ROWS, rounds=1)
+    compare_samplers(samplers, 2 if quick else ROWS, rounds=1)
 
 
 def main(argv):

@@ -42,6 +42,7 @@ JOB_FLAGS = {
             "--micro_tokens=512",
             "--batch_tokens=1024",
             "--save_every=1000",
+            "--max_turns=3",
         ],
         "pretrain": ["--steps=2"],
         "long": ["--steps=2"],

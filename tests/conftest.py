@@ -1,7 +1,7 @@
 """What several test files share: forked ranks that talk over gloo, so that a distributed test costs
 tenths of a second.
 
-    python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
+    python -m pytest                                  everything; where there is a GPU, its tests run in a process of their own
     python -m pytest --workers=1                      in one process (two where there are two cores: two_workers.py)
     python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
 """
@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 pytest_plugins = ["two_workers"]
 VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
+# The files of the drivers of Nvidia, of AMD, and of Windows' Linux. torch is not asked: that could
+# already be a use of the card, see pytest_configure.
+HAS_CARD = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 
 
 def pytest_addoption(parser):
@@ -45,8 +48,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects the tests marked `device`: test_device.py starts a process of their own for them"""
-    if config.getoption("markexpr") != "device":
+    """Deselects the tests marked `device` where there is a card: test_device.py starts a process of
+    their own for them. Elsewhere they compare the CPU with itself, and are tests like any other."""
+    if HAS_CARD and config.getoption("markexpr") != "device":
         left = [item for item in items if item.get_closest_marker("device")]
         items[:] = [item for item in items if not item.get_closest_marker("device")]
         config.hook.pytest_deselected(items=left)
@@ -169,6 +173,19 @@ def texts_are_made_once():
     synth_tasks.example_texts = functools.cache(made)
     yield
     synth_tasks.example_texts = made
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """The folder of a run: pretrain, long and sft of a very small model, two steps each. Nothing may
+    be trained in it: tests begin from it."""
+    import train
+    from small import FLAGS
+
+    out = tmp_path_factory.mktemp("run")
+    for stage in ("pretrain", "long", "sft"):
+        train.main([*FLAGS, f"--stage={stage}", "--steps=2", f"--out={out}"])
+    return out
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ SIZES = dict(
 # The flags of a small run of train.py.
 FLAGS = [
     *"--scale=tiny --vocab=320 --dim=32 --context=64 --batch_tokens=512".split(),
-    *"--micro_tokens=256 --processes=1 --demos=12 --window=1024 --dtype=float32".split(),
+    *"--micro_tokens=256 --processes=1 --demos=12 --window=512 --dtype=float32".split(),
     *"--device=cpu --max_turns=3".split(),
     # A folder of Python's standard library: no edit of this project changes this text.
     f"--data={Path(json.__file__).parent}",

@@ -1,8 +1,8 @@
 """The device against the CPU: python -m pytest -m device, on one GPU.
 
-Without a GPU the same tests compare the CPU with itself, which shows only that they run. They are
-run in a process of their own, since the other tests fork ranks and must not see a card. In float32
-without TF32 the two may differ by rounding alone."""
+Without a GPU the same tests compare the CPU with itself, which shows only that they run. Where there
+is one they are run in a process of their own, since the other tests fork ranks and must not see a
+card. In float32 without TF32 the two may differ by rounding alone."""
 
 import json
 import os
@@ -238,22 +238,11 @@ def test_compiled_blocks_stay_compiled_and_warn_of_nothing(device, tmp_path):
         ), done.stderr[-2000:]
 
 
+@pytest.mark.skipif(not conftest.HAS_CARD, reason="there is no GPU here")
 def test_the_tests_of_the_device_pass_in_a_process_of_their_own():
-    environment = {
-        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
-    }
+    environment = {n: value for n, value in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
     if conftest.VISIBLE_CARDS is not None:
         environment["CUDA_VISIBLE_DEVICES"] = conftest.VISIBLE_CARDS
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "device",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-    ]
+    command = [sys.executable, *"-m pytest -q -m device -p no:cacheprovider".split(), __file__]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -19,6 +19,7 @@ import eval as evaluation
 from rollout import Limits, Rollout, Segment, Tokenizer, Turn, demonstrate, make_turn
 from command import checkpoints, learning_curves, policy_report
 from moe import Model, ModelConfig
+from refusals import refuse
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
 from world.task import Task
@@ -407,10 +408,8 @@ def test_a_checkpoint_that_does_not_say_how_its_policy_acts_is_refused_in_one_li
     del config["draft"]
     described = {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()}
     checkpoints.save_checkpoint(tmp_path / "r" / "rl", model, None, described)
-    with pytest.raises(SystemExit) as end:
-        evaluation.main([str(tmp_path / "r"), f"--out={tmp_path}"])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.endswith("does not say its draft: of another version\n")
+    error = refuse(evaluation.main, [str(tmp_path / "r"), f"--out={tmp_path}"], capsys)
+    assert error.endswith("does not say its draft: of another version")
 
 
 def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(
@@ -445,14 +444,9 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
 def test_tasks_of_one_id_are_refused_by_line(run, tmp_path, capsys):
     tasks = [make_task(0, 5), make_task(0, 6), make_task(0, 5)]
     (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in tasks))
-    with pytest.raises(SystemExit) as end:
-        evaluation.main([str(run[0]), f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}"])
-    error = capsys.readouterr().err
-    assert (
-        end.value.code == 2
-        and "line 3 has the id of line 1" in error
-        and tasks[0].instance_id in error
-    )
+    words = [str(run[0]), f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}"]
+    error = refuse(evaluation.main, words, capsys)
+    assert "line 3 has the id of line 1" in error and tasks[0].instance_id in error
 
 
 def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked_for(

@@ -42,15 +42,6 @@ NAMES = sorted(listing.questions())
 RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """pretrain, long and sft of a very small model, two steps each."""
-    out = tmp_path_factory.mktemp("run")
-    for stage in ("pretrain", "long", "sft"):
-        train.main([*SMALL, f"--stage={stage}", "--steps=2", f"--out={out}"])
-    return out
-
-
 @pytest.fixture(autouse=True)
 def recipe(monkeypatch):
     """Restores after each test what its patches have replaced in other modules"""
@@ -707,11 +698,9 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
         ("feedback", ["--steps=0"], "from 1 on"),
         ("feedback", ["--data", "{here}"], "--name=value"),
         ("feedback", ["--scalee=tiny"], "did you mean --scale?"),
-        ("feedback", ["--scale=huge"], "unknown scale"),
-        ("feedback", ["--std_norm=1"], "experiments/objective.py"),
+        ("feedback", ["--scale=huge"], "--scale takes one of"),
         ("feedback", ["--out={here}/file"], "file"),
         ("hacking", ["--levels=2"], "sets it itself"),
-        ("hacking", ["--max_level=1"], "experiments/retold.py"),
     ],
 )
 def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(

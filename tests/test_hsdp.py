@@ -596,20 +596,21 @@ def bf16_gradients(rank, world, micro_batches, **sizes):
     }
 
 
-def bf16_gradients_in(rank, world, micro_batches, sizes):
-    return bf16_gradients(rank, world, micro_batches, **sizes)
+def bf16_gradients_in(rank, world, sizes):
+    return [bf16_gradients(rank, world, number, **sizes) for number in (16, 1)]
 
 
 @pytest.mark.parametrize(
     "world, sizes", [(1, {}), (2, {}), (2, dict(ep=2)), (2, dict(dp_replicate=2))]
 )
 def test_gradients_of_bf16_weights_add_up_in_fp32_over_micro_batches(world, sizes):
-    # 64 equal micro-batches are 64 times one: exact in fp32, while a sum in bf16 loses several per
+    # 16 equal micro-batches are 16 times one: exact in fp32, while a sum in bf16 loses 0.8 per
     # cent.
-    many, one = (run_ranks(world, bf16_gradients_in, n, sizes) for n in (64, 1))
-    for name in one[0]:
-        assert torch.equal(many[0][name], many[-1][name])
-        assert (many[0][name] - 64 * one[0][name]).norm() <= 1e-5 * (64 * one[0][name]).norm(), name
+    found = run_ranks(world, bf16_gradients_in, sizes)
+    many, one = found[0]
+    for name in one:
+        assert torch.equal(many[name], found[-1][0][name])
+        assert (many[name] - 16 * one[name]).norm() <= 1e-5 * (16 * one[name]).norm(), name
 
 
 def ranks_add_up(rank, world):
@@ -836,7 +837,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
         '{"a": {"bytes": true, "crc32": ""}}',
         '{"a": null}',
         '{"a": true}',
-        "[" * 100_000,
+        *("[" * 100_000, "[]", "null", "{}", "{"),
         '{"extra.pt": 1e400}',
     ],
 )

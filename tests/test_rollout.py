@@ -54,6 +54,7 @@ from world.expert import InMemoryWorkspace
 from repositories.verdict import judge
 from world.sandbox import Sandbox
 from world.task import Task
+from refusals import refuse
 from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_rollout, policy, sample, target_logprobs
 from command import transcripts
 import eval as eval_module
@@ -1131,10 +1132,7 @@ def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(
     path = tmp_path / "bad.jsonl"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(SystemExit) as end:
-        main([f"--replay={path}", "--line=2"])
-    error = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and words in error and len(error.splitlines()) == 1
+    assert words in refuse(main, [f"--replay={path}", "--line=2"], capsys)
 
 
 def test_steps_that_come_again_replace_their_transcripts(tmp_path):
@@ -1262,10 +1260,7 @@ def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_pat
     ],
 )
 def test_flags_of_a_replay_that_go_nowhere_are_refused(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    error = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and len(error.splitlines()) == 1
+    refuse(main, words, capsys)
 
 
 def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs():

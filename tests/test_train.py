@@ -43,33 +43,51 @@ from experiments.sdft import Imitation
 from published.export import write_checkpoint
 from published.loading import load_model
 from published.tokenizers import read_tokenizer
+from refusals import refuse
 
 ROOT = Path(train.__file__).parent
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """pretrain, long and sft of a very small model, two steps each."""
-    out = tmp_path_factory.mktemp("run")
-    for stage in ("pretrain", "long", "sft"):
-        train.main([*SMALL, f"--stage={stage}", "--steps=2", f"--out={out}"])
-    return out
-
-
 def weights(folder):
-    stored = {}
     model = train.eval.load_policy(folder)[0]
-    stored.update({n: t.clone() for n, t in model.state_dict().items()})
-    return stored
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def read_log(folder, stage):
+    return [json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()]
+
+
+def configure(words, stage):
+    return train.FLAGS.configure(train.FLAGS.parse(words), stage)
+
+
+def build_sft(run):
+    """The stage sft of a small run, built and not begun. The head starts at zero, where every token
+    would be equally likely, so it is drawn."""
+    one = train.Run(configure([*SMALL, "--stage=sft", f"--out={run}"], "sft"))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
+    torch.nn.init.normal_(one.model.head.weight, std=0.1)
+    return one
+
+
+def build_pretrain(*more):
+    one = train.Run(configure([*SMALL, *more], "pretrain"))
+    one.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+    return one
+
+
+def refused_at_end(arguments, capsys):
+    """Runs train.py, which must end with exit code 2 -> its last line of error"""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main(arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def refused(arguments, capsys):
     """Runs train.py, which must refuse these arguments with exit code 2 -> its one line of error"""
-    with pytest.raises(SystemExit) as end:
-        train.main(arguments)
-    error = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and len(error.splitlines()) == 1, error
-    return error
+    return refuse(train.main, arguments, capsys)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +186,9 @@ def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_
 
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
-    with pytest.raises(SystemExit) as end:
-        train.main(
-            [
-                *SMALL,
-                "--stage=sft",
-                "--steps=1",
-                f"--start_from={run}",
-                f"--out={tmp_path}",
-                "--window=20",
-            ]
-        )
-    assert end.value.code == 2 and capsys.readouterr().err.endswith(
-        "none of 12 demonstrations fits\n"
-    )
+    words = [*SMALL, *"--stage=sft --steps=1 --window=20".split(), f"--start_from={run}"]
+    said = refused_at_end([*words, f"--out={tmp_path}"], capsys)
+    assert said.endswith("none of 12 demonstrations fits")
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
@@ -263,24 +270,9 @@ def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(
 def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(
     flags, words, run, capsys, tmp_path
 ):
-    (tmp_path / "T").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
-    flags = [flag.replace("=T", f"={tmp_path}/T") for flag in flags]
-    with pytest.raises(SystemExit) as end:
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                f"--start_from={run}",
-                f"--out={tmp_path}/o",
-                *flags,
-            ]
-        )
-    assert (
-        end.value.code == 2
-        and words in capsys.readouterr().err.splitlines()[-1]
-        and not (tmp_path / "o" / "rl").exists()
-    )
+    common = [*SMALL, *"--stage=rl --steps=1".split(), f"--start_from={run}"]
+    assert words in refused_at_end([*common, f"--out={tmp_path}/o", *flags], capsys)
+    assert not (tmp_path / "o" / "rl").exists()
 
 
 def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(
@@ -302,7 +294,7 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         train.main([*words, f"--out={tmp_path}/{name}"])
         said = capsys.readouterr()
         assert (
-            "--window=1024 leaves no room for a turn in 1 of 2 tasks, which are left out: longish"
+            "--window=512 leaves no room for a turn in 1 of 2 tasks, which are left out: longish"
             in said.out + said.err
         ) == (name == "both")
         logs[name] = json.loads((tmp_path / name / "rl.jsonl").read_text().split("\n")[0])
@@ -341,29 +333,12 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
         f"--out={tmp_path}/o",
     ]
     (tmp_path / "t.jsonl").write_text("".join(lines))
-    config, interrupted, report = (
-        train.FLAGS.configure(train.FLAGS.parse([*words, "--steps=2"]), "rl"),
-        [],
-        step_log.report,
-    )
-    (tmp_path / "o").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            step_log,
-            "report",
-            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2))[0],
-        )
-        assert not train.train(config, interrupted)
+    stop_in_step(1, [*words, "--steps=2"], "rl")
     (tmp_path / "t.jsonl").write_text("".join(lines[::-1]))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        train.main([*words, "--steps=2"])
-    assert end.value.code == 2 and "no longer the file" in capsys.readouterr().err.splitlines()[-1]
+    assert "no longer the file" in refused_at_end([*words, "--steps=2"], capsys)
     (tmp_path / "t.jsonl").write_text("".join(lines))
     train.main([*words, "--steps=2"])
-    assert [
-        json.loads(line)["step"] for line in (tmp_path / "o" / "rl.jsonl").read_text().splitlines()
-    ] == [1, 2]
+    assert [line["step"] for line in read_log(tmp_path / "o", "rl")] == [1, 2]
 
 
 def test_help_explains_every_flag_but_the_seed_within_the_width_of_a_screen():
@@ -400,11 +375,8 @@ def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
     """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
     for dtype in ("float32", "bfloat16"):
-        r = train.Run(
-            train.FLAGS.configure(train.FLAGS.parse([*SMALL, f"--dtype={dtype}"]), "pretrain")
-        )
-        r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
-        assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
+        optimizer = build_pretrain(f"--dtype={dtype}").make_optimizer()
+        assert optimizer.ns_dtype == getattr(torch, dtype)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(
@@ -758,18 +730,6 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
     extra = tmp_path / "pretrain" / "extra.pt"
     extra.write_bytes(bytes(len(extra.read_bytes())))
     assert "damaged" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
-    for manifest in ("[]", "null", "{}", "{"):
-        (tmp_path / "pretrain" / "manifest.json").write_text(manifest)
-        assert "no readable manifest" in refused(
-            [*SMALL, "--stage=long", f"--out={tmp_path}"], capsys
-        )
-
-
-def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3.0, "lo')
-    step_log.keep_lines(path, 2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -782,30 +742,12 @@ def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
     ],
 )
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
-    stage, options, run, tmp_path, monkeypatch
+    stage, options, run, tmp_path
 ):
-    common = [
-        *SMALL,
-        f"--stage={stage}",
-        "--steps=4",
-        f"--start_from={run}",
-        "--save_every=2",
-        *options,
-    ]
+    common = [*SMALL, f"--stage={stage}", "--steps=3", "--save_every=2", f"--start_from={run}"]
+    common += options
     train.main([*common, f"--out={tmp_path}/whole"])
-    config = train.FLAGS.configure(train.FLAGS.parse([*common, f"--out={tmp_path}/parts"]), stage)
-    Path(config.out).mkdir()
-    interrupted, report = [], step_log.report
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            step_log,
-            "report",
-            lambda r, bar, log, path: (
-                report(r, bar, log, path),
-                log["step"] == 2 and interrupted.append(2),
-            )[0],
-        )
-        assert not train.train(config, interrupted)
+    stop_in_step(2, [*common, f"--out={tmp_path}/parts"], stage)
     train.main([*common, f"--out={tmp_path}/parts", "--resume"])
     whole, parts = weights(tmp_path / "whole" / stage), weights(tmp_path / "parts" / stage)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -813,11 +755,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     assert not any(
         torch.equal(whole[name], before[name]) for name in whole if name.endswith("down")
     )
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "parts" / f"{stage}.jsonl").read_text().splitlines()
-    ]
-    assert steps == [1, 2, 3, 4]
+    assert [line["step"] for line in read_log(tmp_path / "parts", stage)] == [1, 2, 3]
 
 
 def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run, tmp_path):
@@ -839,17 +777,11 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
 
 
 def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        *SMALL,
-        "--stage=long",
-        "--steps=5000",
-        f"--start_from={run}",
-        f"--out={tmp_path}",
-    ]
+    words = [*SMALL, "--stage=long", "--steps=5000", f"--start_from={run}", f"--out={tmp_path}"]
     log = tmp_path / "long.jsonl"
-    child = Command(command).wait_for(lambda: log.exists() and log.read_text())
+    child = Command([sys.executable, str(ROOT / "train.py"), *words]).wait_for(
+        lambda: log.exists() and log.read_text()
+    )
     child.send_signal(signal.SIGTERM)
     assert child.wait() == 128 + signal.SIGTERM and "--resume" in child.stderr
     assert checkpoints.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
@@ -869,30 +801,38 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
     assert child.wait(120) in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    "layout, tolerance",
-    [
-        ([], 1e-4),
-        (["--ep=2"], 1e-4),
-        (["--cp=2"], 1e-4),
-        (["--ep=2", "--weight_dtype=bfloat16"], 5e-3),
-    ],
-)
-def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
-    common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
+def commands(rank, world, *lists):
+    """What torchrun would do, in ranks that are forked already: one process group for all lists."""
+    os.environ["RANK"] = str(rank)
+    train.dist.destroy_process_group = lambda: None
+    for words in lists:
+        train.main(words)
+
+
+def test_two_processes_have_the_loss_of_one(run, tmp_path):
+    """As torchrun starts them, and in other layouts as forked ranks in one process group."""
+    common = [*SMALL, "--stage=long", "--steps=2", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [str(ROOT / "train.py"), *common, *layout, f"--out={tmp_path}/two"]
+    words = [str(ROOT / "train.py"), *common, f"--out={tmp_path}/torchrun"]
     run_command([*launcher, "--nproc_per_node=2", *words], env=environment, check=True)
-    losses = [
-        [
-            json.loads(line)["loss"]
-            for line in (tmp_path / name / "long.jsonl").read_text().splitlines()
-        ]
-        for name in ("one", "two")
-    ]
-    assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
+    layouts = {
+        "ep": ["--ep=2"],
+        "cp": ["--cp=2"],
+        "bf16": ["--ep=2", "--weight_dtype=bfloat16"],
+    }
+    run_ranks(
+        2, commands, *([*common, *more, f"--out={tmp_path}/{n}"] for n, more in layouts.items())
+    )
+
+    def losses(name):
+        return [line["loss"] for line in read_log(tmp_path / name, "long")]
+
+    one = losses("one")
+    assert len(one) == 2
+    for name, tolerance in {"torchrun": 1e-4, "ep": 1e-4, "cp": 1e-4, "bf16": 5e-3}.items():
+        assert losses(name) == pytest.approx(one, abs=tolerance), name
 
 
 def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
@@ -915,7 +855,8 @@ def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_mo
             capsys.readouterr()
             assert "give --mtp=1 here" in refused(words, capsys)
     began = weights(tmp_path / "sft")
-    train.main([*SMALL, *RL, "--mtp", f"--out={tmp_path}"])
+    # Room enough for two rollouts that differ, or there is nothing to learn.
+    train.main([*SMALL, *RL, "--mtp", "--window=1024", f"--out={tmp_path}"])
     after = weights(tmp_path / "rl")
     kept = {name: torch.equal(began[name], after[name]) for name in after}
     assert all(same for name, same in kept.items() if name.startswith("mtp."))
@@ -1015,68 +956,64 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
 
     imitation = ["-m", "experiments.runner", "--arm=experiments.sdft:imitate", "--"]
 
-    def go(*words, processes, program=(str(ROOT / "train.py"),)):
-        command = [
-            sys.executable,
-            *program,
-            *SMALL,
-            f"--start_from={run}",
-            *words,
-            f"--processes={processes}",
-        ]
+    def start(*words, processes, program=(str(ROOT / "train.py"),)):
+        words = [*SMALL, f"--start_from={run}", *words, f"--processes={processes}"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(processes)}
-        return Command(command, cwd=ROOT, env=environment)
+        return Command([sys.executable, *program, *words], cwd=ROOT, env=environment)
 
-    logs = {}
+    def read(out, stage, key):
+        return [line[key] for line in read_log(out, stage)]
+
+    found = {}
     for processes in (1, 2):
-        out = tmp_path / str(processes)
+        out, given = tmp_path / str(processes), tmp_path / f"given_{processes}"
         rl = [
             *"--stage=rl --steps=2 --tasks_per_step=3 --group_size=2 --kl_coef=10".split(),
             *"--grad_clip=1000 --adam_lr=0.01".split(),
         ]
         # Three tasks over two ranks: one of them fills up with a spare batch.
-        held_out = ["--stage=eval", "--eval_levels=3", "--eval_tasks=2"]
-        for words in (["--stage=long", "--steps=3"], rl, held_out):
-            child = go(*words, f"--out={out}", processes=processes)
-            assert child.wait() == 0, child.stderr
-        read = lambda stage: [
-            json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()
-        ]
-        summary = json.loads((out / "summary.json").read_text())["policies"]
-        logs[processes] = (
-            [line["loss"] for line in read("long")],
-            [line["norm"] for line in read("rl")],
-            [line["sampled"] for line in read("rl")][:1],
-            [summary[name]["overall"]["tokens"] for name in sorted(summary)],
-        )
+        held_out = ["--stage=eval", "--eval_levels=3"]
         # The expert's rollouts: what is learned from is the same to the token. The patch must work
         # in both processes.
-        words = [*rl, "--router_replay=0", f"--out={out}/given"]
-        child = go(*words, processes=processes, program=imitation)
-        assert child.wait() == 0, child.stderr
-        logs[processes] += (
-            [
-                json.loads(line)["norm"]
-                for line in (out / "given" / "rl.jsonl").read_text().splitlines()
-            ],
+        by_expert = [*rl, "--router_replay=0", f"--out={given}"]
+        for words, program in (
+            ([*rl, f"--out={out}"], [str(ROOT / "train.py")]),
+            ([*held_out, f"--out={out}"], [str(ROOT / "train.py")]),
+            (by_expert, imitation),
+        ):
+            child = start(*words, processes=processes, program=program)
+            assert child.wait() == 0, child.stderr
+        summary = json.loads((out / "summary.json").read_text())["policies"]
+        found[processes] = SimpleNamespace(
+            norms=read(out, "rl", "norm"),
+            sampled=read(out, "rl", "sampled")[0],
+            evaluated=[summary[name]["overall"]["tokens"] for name in sorted(summary)],
+            given=read(given, "rl", "norm"),
         )
-    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:4] == logs[2][2:4]
-    assert logs[1][4] == pytest.approx(logs[2][4], rel=1e-4) and len(logs[1][4]) == 2
+    one, two = found[1], found[2]
+    assert (one.sampled, one.evaluated) == (two.sampled, two.evaluated)
+    assert one.given == pytest.approx(two.given, rel=1e-4) and len(one.given) == 2
     # Rollouts of one and of two processes differ by a token now and then, because the rounding of a
     # sum depends on the other rows of the batch. One such token moved the norm by 1.6e-3. The
     # second norm shows that the k1 penalty acts: without it both are alike (.098 and .104).
-    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]
-    child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
-    child.wait_for((tmp_path / "stopped" / "long.jsonl").exists)
+    assert one.norms == pytest.approx(two.norms, rel=1e-2) and one.norms[1] > 5 * one.norms[0]
+
+    # The supervised stage: the losses before it is stopped.
+    long, out = ["--stage=long", "--steps=5000"], tmp_path / "stopped"
+    child, log = start(*long, f"--out={out}", processes=2), out / "long.jsonl"
+    child.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3)
     child.send_signal(signal.SIGTERM)
     assert child.wait() == 128 + signal.SIGTERM and "Traceback" not in child.stderr
+    stop_in_step(3, [*SMALL, f"--start_from={run}", *long, f"--out={tmp_path}/alone"], "long")
+    losses = read(tmp_path / "alone", "long", "loss")
+    assert losses == pytest.approx(read(out, "long", "loss")[:3], abs=1e-4) and len(losses) == 3
     said, typed = (
         train.FLAGS.parse(shlex.split(words))
         for words in (child.stderr.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert checkpoints.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
-    child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
+    assert checkpoints.load_extra(out / "long")["step"] >= 3
+    child = start("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     assert child.wait() == 2 and child.stderr.count("\n") == 1 and "nowhere" in child.stderr
 
 
@@ -1101,18 +1038,10 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         True,
     ] and "given tasks" in texts[3]
     assert "was made with 3, and so" in refused([*words, "--stage=eval", "--max_turns=4"], capsys)
-    train.main(
-        [word for word in words if not word.startswith("--max_turns")]
-        + ["--stage=eval", "--eval_samples=2"]
-    )
+    # Without the flag the run's own number of turns is taken.
+    unsaid = [word for word in words if not word.startswith("--max_turns")]
+    train.main([*unsaid, "--stage=eval", "--temperature=0.6"])
     assert json.loads((tmp_path / "summary.json").read_text())["config"]["max_turns"] == 3
-
-
-def commands(rank, world, *lists):
-    """What torchrun would do, in ranks that are forked already."""
-    os.environ["RANK"] = str(rank)
-    for words in lists:
-        train.main(words)
 
 
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_path, capsys):
@@ -1278,13 +1207,8 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
     train.main([*words, "--steps=1", "--tasks_per_step=1"])
     assert solved() == {"before RL": 2, "after RL": 2}
     # Without --init_from the same command finds all stages finished.
-    train.main(
-        [
-            *FROM_PUBLISHED,
-            f"--out={tmp_path}/out",
-            *"--eval_levels=2 --steps=1 --tasks_per_step=1".split(),
-        ]
-    )
+    again = "--eval_levels=2 --steps=1 --tasks_per_step=1".split()
+    train.main([*FROM_PUBLISHED, f"--out={tmp_path}/out", *again])
     assert {
         checkpoints.load_extra(tmp_path / "out" / stage)["config"]["init_from"]
         for stage in train.ORDER
@@ -1379,17 +1303,9 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
     for name, text in texts.items():
         (published / name).write_text(text)
     out = f"--out={tmp_path}/out"
-    train.main(
-        [
-            *FROM_PUBLISHED,
-            "--stage=sft",
-            "--steps=1",
-            f"--init_from={published}",
-            "--weight_dtype=bfloat16",
-            out,
-        ]
-    )
-    train.main([*FROM_PUBLISHED, *RL, "--weight_dtype=bfloat16", out])
+    common = [*FROM_PUBLISHED, "--weight_dtype=bfloat16", out]
+    train.main([*common, "--stage=sft", "--steps=1", f"--init_from={published}"])
+    train.main([*common, *RL])
     capsys.readouterr()
     for words, says in (
         (["--steps=3"], "--steps does nothing beside --export"),
@@ -1482,18 +1398,8 @@ def test_held_out_files_are_not_trained_on():
 
 def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.FLAGS.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
-    assert [train.seq_len_divisor(step, config) for step in range(10)] == [
-        4,
-        4,
-        2,
-        2,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]
+    divisors = [train.seq_len_divisor(step, config) for step in range(10)]
+    assert divisors == [4] * 2 + [2] * 2 + [1] * 6
     assert train.seq_len_divisor(0, replace(config, seq_len_warmup=0.0)) == 1
 
 
@@ -1557,13 +1463,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
     monkeypatch.setattr(train, "COPY_LOSS", 3.0)
-    config = train.FLAGS.configure(
-        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
-    )
-    one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
-    # The head starts at zero: every token would be equally likely.
-    torch.nn.init.normal_(one.model.head.weight, std=0.1)
+    one = build_sft(run)
     source = train.Demonstrations(one)
     with torch.no_grad():
         got, expected, written, segments = (
@@ -1590,12 +1490,8 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
 
 def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
-    config = train.FLAGS.configure(
-        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
-    )
-    one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
-    torch.nn.init.normal_(one.model.head.weight, std=0.1)
+    one = build_sft(run)
+    config = one.config
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
     for task in train.eval.held_out(12, range(config.levels)):
         rollout = train.rollout.demonstrate(
@@ -1642,8 +1538,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
 
 
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
-    r = train.Run(train.FLAGS.configure(train.FLAGS.parse(SMALL), "pretrain"))
-    r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+    r = build_pretrain()
     optimizer = r.make_optimizer()
     rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
     held = [id(p) for p in [*rest, *matrices, *outputs]]
@@ -1684,28 +1579,16 @@ def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refuse
 def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(
     run, tmp_path
 ):
-    with_muon = train.FLAGS.configure(
-        train.FLAGS.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
-    )
+    with_muon = configure([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"], "rl")
     of_all = train.FLAGS.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
     assert with_muon.lr == of_all.lr == 1e-5
-    read = lambda folder, stage: [
-        json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()
-    ]
-    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
-    for step, line in enumerate(read(run, "sft")):
+    config = configure([*SMALL, "--stage=sft", "--steps=2"], "sft")
+    for step, line in enumerate(read_log(run, "sft")):
         assert line["lr"] == pytest.approx(config.lr * train.schedule(step, config))
         assert line["adam_lr"] == pytest.approx(config.adam_lr * train.schedule(step, config))
-    train.main(
-        [
-            *SMALL,
-            *"--stage=long --optimizer=adamw --adam_lr=1e-6 --steps=1 --warmup=0".split(),
-            "--decay=0",
-            f"--start_from={run}",
-            f"--out={tmp_path}",
-        ]
-    )
-    (line,) = read(tmp_path, "long")
+    words = "--stage=long --optimizer=adamw --adam_lr=1e-6 --steps=1 --warmup=0 --decay=0".split()
+    train.main([*SMALL, *words, f"--start_from={run}", f"--out={tmp_path}"])
+    (line,) = read_log(tmp_path, "long")
     assert line["adam_lr"] == pytest.approx(1e-6) and "lr" not in line
 
 
@@ -1713,17 +1596,8 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
     run, tmp_path, capsys
 ):
     capsys.readouterr()
-    train.main(
-        [
-            *SMALL,
-            "--stage=long",
-            "--steps=1",
-            f"--start_from={run}",
-            f"--out={tmp_path}",
-            "--group_size=4",
-            "--grad_clip=2",
-        ]
-    )
+    words = [*SMALL, *"--stage=long --steps=1 --group_size=4 --grad_clip=2".split()]
+    train.main([*words, f"--start_from={run}", f"--out={tmp_path}"])
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "change nothing" in line]
     assert (
         "--group_size (of rl)" in said
@@ -1783,7 +1657,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
 
 def stop_in_step(number, words, stage):
     """Runs a stage until a signal reaches it in that step."""
-    config = train.FLAGS.configure(train.FLAGS.parse(words), stage)
+    config = configure(words, stage)
     interrupted, report = [], step_log.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -1827,18 +1701,17 @@ def test_what_is_made_from_an_unfinished_stage_says_so(run, tmp_path, capsys):
         ([2, 1, 2, 3], 2, [1, 2]),
         ([5, 6], 4, []),
         ([1, "torn", 2], 2, [1, 2]),
+        ([1, 2, "torn"], 2, [1, 2]),
     ],
 )
 def test_a_log_is_cut_at_the_step_of_the_checkpoint_wherever_it_begins(lines, step, kept, tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"step": float(n)}) + "\n" if n != "torn" else '{"step": 2, "lo\n'
-            for n in lines
-        )
-    )
+    texts = [f'{{"step": {n}.0}}\n' if n != "torn" else '{"step": 2, "lo\n' for n in lines]
+    path.write_text("".join(texts))
     step_log.keep_lines(path, step)
-    assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == kept
+    # What was kept is as it was, and nothing else stands in the folder.
+    assert path.read_text() == "".join(f'{{"step": {n}.0}}\n' for n in kept)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
@@ -1911,24 +1784,11 @@ def test_other_data_is_refused_on_resume_and_the_log_is_left_as_it_was(
     assert "no longer holds the text" in refused_at_end(words, capsys)
 
 
-def refused_at_end(words, capsys):
-    """As refused, where other lines may stand before it"""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        train.main(words)
-    assert end.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
 # ---------------------------------------------------------------- which tokens the routers count
 
 
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
-    config = train.FLAGS.configure(
-        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
-    )
-    one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
+    one = build_sft(run)
     source, log = train.Demonstrations(one), {}
     one.model.train()
     gather = one.gather
@@ -1940,7 +1800,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
     real = sum(len(source.segments[i]) for group in source.batches[0] for i in group)
     routers = [block.ffn.router for block in one.model.layers if hasattr(block.ffn, "router")]
     assert log["tokens"] == real and all(
-        router.load.sum() == real * config.num_experts_per_tok for router in routers
+        router.load.sum() == real * one.config.num_experts_per_tok for router in routers
     )
     before = [router.load.clone() for router in routers]
     source.validate()
