@@ -64,7 +64,7 @@ TWINS = (
     Twin(
         "fast.sampler:Sampler",
         ("rollout.Sampler",),
-        "c73854657c56da07",
+        "3959d5361926d4fe",
         shared=("moe.Cache", "rollout.sample_from_logits"),
     ),
 )
