@@ -646,6 +646,8 @@ def main(argv):
         check_writable(args.out, files)
     except (ValueError, OSError) as error:
         usage_error(str(error))
+    for line in fast.describe_edits():
+        print(f"eval.py: {line}", file=sys.stderr)
     if args.mismatch:
         # One entry for each run and each setting of dtype and experts.
         found = {}

@@ -676,6 +676,7 @@ class Muon(torch.optim.Optimizer):
             [to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
+            foreach=True,  # one call for all weights, wherever they lie
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

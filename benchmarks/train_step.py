@@ -3,6 +3,8 @@ active FLOPs, and beside transformers where that is installed.
 
     python -m benchmarks.train_step            one device; minutes
     python -m benchmarks.train_step --quick    small sizes, few rounds; seconds: does it run?
+    python -m benchmarks.train_step --twins    what a step of SFT and of RL saves by each twin of
+                                               fast/, in seconds of one core
 
 Routing sends each expert another number of rows at every step. So the batch is a new one each time:
 on a CPU the library compiles a kernel for every number of rows that it meets, and a benchmark that
@@ -19,19 +21,23 @@ import importlib.util
 import multiprocessing
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.decode import decoding_step
-from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from benchmarks.decode import build_models, byte_tokenizer, decoding_step, synthetic_agent
+from benchmarks.harness import make_parser, measure_seconds, print_speeds, print_table
 from fast.gpu_memory import LAPTOP_SCALE
-from fast import accelerate
+from fast import accelerate, choose, twins
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
+from fast.sampler import make_sampler
 from command.hardware import fast_dtype
 from moe import FFN, Cache, Model, ModelConfig, MoE
+from muon import Muon, newton_schulz
 from published.loading import load_model
 
 
@@ -162,6 +168,59 @@ def bench_laptop_model(device, sizes):
         report(f"decoding {rows} rows at position 300", steps, rows)
 
 
+# ---------------------------------------------------------------- what each twin saves
+
+
+def build_steps(sizes):
+    """-> the calls of one step of SFT and one of RL, of the laptop's model with the twins that
+    TWINS holds now. RL: as many agents as the batch has rows sample, and the batch is learned. Left
+    out: AdamW, which has no twin, and the tools."""
+    torch.manual_seed(0)
+    tokenizer, dtype = byte_tokenizer(), fast_dtype("cpu")
+    model, _ = build_models(tokenizer, quick=False)
+    matrices = [p for p in model.layers.parameters() if p.ndim > 1]
+    muon = Muon([dict(params=matrices)], ns_dtype=dtype, newton_schulz=choose(newton_schulz))
+    sampler = make_sampler(model.config, dtype, "cpu", tokenizer, 1024)
+    sampler.model.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 1014, (sizes.batch, 256))  # (B, T)
+
+    def learn():
+        model.zero_grad()
+        train_once(model, tokens)
+
+    def sft_step():
+        learn()
+        muon.step()
+
+    def rl_step():
+        agents = [synthetic_agent(np.random.default_rng(i), []) for i in range(sizes.batch)]
+        sampler.run(agents, list(range(sizes.batch)))
+        learn()
+
+    return sft_step, rl_step
+
+
+def bench_twins(sizes):
+    """Prints what a step of each stage saves by each twin: the share of the time that it takes
+    when this one is taken out of TWINS, and when all are"""
+    steps, every = {"none": build_steps(sizes)}, twins.TWINS
+    for out in (*every, None):
+        twins.TWINS = tuple(twin for twin in every if out not in (None, twin))
+        steps[out.twin.partition(":")[2] if out else "all"] = build_steps(sizes)
+    twins.TWINS = every
+
+    # The time of this process alone: the machine may be busy, and some tools sleep.
+    columns = []
+    for stage in range(2):
+        calls = {name: pair[stage] for name, pair in steps.items()}
+        seconds = measure_seconds(calls, sizes.repeat, min, clock=time.process_time)
+        columns.append(
+            {name: (f"{t:.3f}", f"{1 - seconds['none'] / t:.1%}") for name, t in seconds.items()}
+        )
+    rows = [[name, *columns[0][name], *columns[1][name]] for name in steps]
+    print_table("without", ["twin", "SFT s", "it saves", "RL s", "it saves"], rows)
+
+
 # ---------------------------------------------------------------- transformers
 
 
@@ -285,10 +344,16 @@ def bench_against_transformers(device, sizes):
 
 
 def main(argv):
-    sizes = QUICK if read_quick("train_step", __doc__, argv) else Sizes()
+    parser = make_parser("train_step", __doc__)
+    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
+    parser.add_argument("--twins", action="store_true", help="what a step saves by each twin")
+    asked = parser.parse_args(argv)
+    sizes = QUICK if asked.quick else Sizes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # One thread: train.py starts one such process for each core.
     torch.set_num_threads(1)
+    if asked.twins:
+        return bench_twins(sizes)
     bench_layers(device, sizes)
     bench_laptop_model(device, sizes)
 

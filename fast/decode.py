@@ -116,9 +116,9 @@ class FastAttention(Attention):
 
         # All heads read the same entries, so they line up along the query axis of one wide head.
         q, entries = q.view(B, 1, H * T, -1), entries[:, None]  # (B, 1, S, C + R)
-        o = attend_in_blocks(
-            q, entries, entries, mask.repeat(1, 1, H, 1), self.scale * self.head_dim**-0.5
-        )
+        # Where each has one query, that needs no copy of the mask.
+        mask = mask[:, :, None].expand(-1, -1, H, -1, -1).flatten(2, 3)  # (B, 1, H * T, S)
+        o = attend_in_blocks(q, entries, entries, mask, self.scale * self.head_dim**-0.5)
 
         # A weighted sum of latents, through W_vb, is the weighted sum of values.
         latents = o.view(B, H, T, -1)[..., : c.kv_lora]  # (B, H, T, C)

@@ -38,13 +38,15 @@ import torch
 import fast
 import moe
 import rollout
-from fast.cpu_kernels import round_up, to_device
+from fast.cpu_kernels import round_up, slice_rows, to_device
 from rollout import Request
 
 # A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4
 # or 2.
 NGRAM_SIZES = 8, 4, 2
 MAX_NGRAMS = 1 << 20  # some 200 MB; then the table is emptied
+# To read so many cached entries again costs a row as much as one token more.
+KEYS_PER_TOKEN = 64
 
 
 class Row:
@@ -106,6 +108,18 @@ class Row:
         self.body += tokens
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
+
+
+def choose_width(lengths, longest):
+    """Chunks of these lengths are cut into pieces of one width, each a row of a forward: by which
+    width does it cost least? longest: tokens of the longest context."""
+
+    # A piece costs its tokens, padding included, and reads the entries of its row once more.
+    def cost(width):
+        pieces = sum(-(-length // width) for length in lengths)
+        return pieces * (width + longest / KEYS_PER_TOKEN)
+
+    return min(range(4, round_up(max(lengths), 4) + 1, 4), key=cost)
 
 
 class Sampler:
@@ -283,27 +297,10 @@ class Sampler:
             key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
             groups.setdefault(key, []).append(row)
 
-        # One row of each group is fed, the longest chunks first, at most 32 at once so that
-        # attention's scores stay small. A forward more costs about as much as so many tokens of
-        # padding: then a shorter chunk begins a new batch.
-        most_padding = 64 if self.device.type == "cpu" else 4096
+        # One row of each group is fed, at most 32 at once so that attention's scores stay small.
         firsts = [group[0] for group in groups.values()]
-        firsts.sort(key=lambda row: row.cached - len(row.context))
-        batches, longest, padding = [], 0, 0
-        for row in firsts:
-            unfed = len(row.context) - 1 - row.cached
-            padding += longest - unfed
-            if not batches or len(batches[-1]) == 32 or padding > most_padding:
-                batches.append([])
-                longest, padding = unfed, 0
-            batches[-1].append(row)
-        fed = [self.feed(batch, [place[id(row)] for row in batch]) for batch in batches]
-
-        # What was recorded of all of them, in one copy from the GPU.
-        if fed:
-            _, records, lengths, widths = zip(*fed)
-            record = [torch.cat(layer, 1) for layer in zip(*records)]
-            self.record_routes(sum(batches, []), record, sum(lengths, []), sum(widths, []))
+        for batch in slice_rows(len(firsts), 32):
+            self.feed(firsts[batch], [place[id(row)] for row in firsts[batch]])
 
         # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
@@ -315,29 +312,41 @@ class Sampler:
                 row.routes[-1][:] = first.routes[-1]
 
     def feed(self, batch, places):
-        """Feeds each row of a batch all tokens that are not cached, but for its last one. places:
-        of these rows in the cache. -> what record_routes takes"""
-        chunks = [row.context[row.cached : -1] for row in batch]
-        lengths, start = [len(chunk) for chunk in chunks], [row.cached for row in batch]
-        width = round_up(max(lengths), 4)
-        tokens = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
-        record = []
-        self.model.decode(to_device(tokens, self.device), self.cache, places, start, record)
-        self.fed += sum(lengths)
-        return batch, record, lengths, [width] * len(batch)
+        """Feeds each row of a batch all tokens that are not cached, but for its last one, in one
+        forward. places: of these rows in the cache.
 
-    def record_routes(self, batch, record, lengths, widths):
+        Padding every chunk to the longest would cost more than the chunks. So they are cut into
+        pieces of one width. In every layer all pieces store their entries before any of them looks:
+        a piece sees those before it as if they had been fed earlier."""
+        longest = max(len(row.context) for row in batch)
+        width = choose_width([len(row.context) - 1 - row.cached for row in batch], longest)
+        owners, rows, start, tokens = [], [], [], []
+        for row, place in zip(batch, places):
+            for first in range(row.cached, len(row.context) - 1, width):
+                owners.append(row)
+                rows.append(place)
+                start.append(first)
+                tokens.append(row.context[first : min(first + width, len(row.context) - 1)])
+
+        # Only the last piece of a chunk is padded, behind the row's last token.
+        lengths, record = [len(piece) for piece in tokens], []
+        padded = [piece + [0] * (width - len(piece)) for piece in tokens]
+        self.model.decode(to_device(padded, self.device), self.cache, rows, start, record)
+        self.fed += sum(lengths)
+        self.record_routes(owners, record, lengths, width)
+
+    def record_routes(self, batch, record, lengths, width):
         """Note which experts every fed token took, and that these tokens are cached now.
 
         record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
-        lengths: how many tokens of each row are kept. widths: how many were fed of each row."""
+        lengths: how many tokens of each row are kept. width: how many were fed of each row."""
         # All layers in one copy from the GPU. A model without MoE layers has no record.
         if record:
             chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
 
         # What a wrong draft left behind the kept tokens is overwritten by the next step.
         first = 0
-        for row, n, width in zip(batch, lengths, widths):
+        for row, n in zip(batch, lengths):
             if record:
                 row.routes[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
@@ -439,7 +448,7 @@ class Sampler:
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
             first += 1 + len(draft)
-        self.record_routes(rows[:active], record, lengths, [width] * active)
+        self.record_routes(rows[:active], record, lengths, width)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
         """-> tokens (batch size, width), padded by zeros at the end, and a list that says from

@@ -16,6 +16,7 @@ import torch
 
 from commands import run_command
 import eval as evaluation
+import muon
 from rollout import Limits, Rollout, Segment, Tokenizer, Turn, demonstrate, make_turn
 from command import checkpoints, learning_curves, policy_report
 from moe import Model, ModelConfig
@@ -465,6 +466,12 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
     environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"}
     done = run_command([sys.executable, "-c", code], cwd=ROOT, env=environment)
     assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
+
+
+def test_an_edited_form_is_told_once(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(muon, "COEFFICIENTS", (3.0, -4.0, 2.0))
+    evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
+    assert capsys.readouterr().err.count("muon.newton_schulz, or what it calls, was changed") == 1
 
 
 def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):

@@ -190,7 +190,7 @@ def test_layout_comments_and_docstrings_do_not_count_and_one_line_tells_what_was
 def test_an_edit_on_disk_is_told_in_a_copy_of_the_project(tmp_path, file, old, new, told):
     for name in ("moe.py", "muon.py", "rollout.py", "length_penalty.py", "synth_tasks.py"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("fast", "world", "published", "command"):
+    for name in ("fast", "world", "repositories", "inside", "published", "command"):
         shutil.copytree(ROOT / name, tmp_path / name)
     text = (tmp_path / file).read_text()
     assert old in text

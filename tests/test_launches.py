@@ -369,8 +369,7 @@ MUON_STEP = {
 ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
 # Selecting the positions that are trained on waits: their number depends on the data.
 SELECTED = {"boolean index": 2}
-# In sampling: the wide network lays its result out by token (1 kernel per layer), and prompts of
-# two lengths are two forwards.
+# In sampling: the wide network lays its result out by token (1 kernel per layer).
 # In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the
 # routers count is marked (3).
 
