@@ -22,9 +22,8 @@ fp32 residual stream, initialisation, the balancing rate.
 
 Left out: dropout; every faster way to compute the same. RMSNorm, Experts, MoE, Attention and
 Model.logprobs have fast twins, which step aside where one edits what they stand for
-(fast/twins.py). The model knows no ranks: hsdp.py replaces
-two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
-the whole sequence).
+(fast/twins.py). The model knows no ranks: hsdp.py replaces two methods, MoE.dispatch (tokens travel
+to their experts) and Attention.gather_entries (latents of the whole sequence).
 
 Letters (README has them all): B rows, T tokens of a row, S keys, D model width, H heads, V
 vocabulary, E experts, K experts per token, F expert width, M = B * T tokens.

@@ -22,13 +22,13 @@ phase 2; asynchronous, while one task waits on communication others advance; the
 full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone. So no
 rank ever asks another for a size, nothing is padded, and a unit that already lies whole on a rank
 stays there.
-newton_schulz has a fast twin, which steps aside where one edits it (fast/twins.py). Ours, for want
-of a public value: learning rate, momentum, coefficients, scale. Left out: fused
-kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
-thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 
-Its fast twin: gram_newton_schulz (fast/) for newton_schulz. Weights in bf16 keep small updates by
-stochastic_round (fast/stochastic_rounding.py). Both are handed over.
+newton_schulz has a fast twin, gram_newton_schulz, which steps aside where one edits it
+(fast/twins.py). Weights in bf16 keep small updates by stochastic_round
+(fast/stochastic_rounding.py). Both are handed over. Ours, for want of a public value: learning
+rate, momentum, coefficients, scale. Left out: fused kernels and symmetric GEMMs (a third of the
+FLOPs on a GPU), a second level of all-to-all for thousands of ranks, strided shards (tensor
+parallelism and FSDP on one dimension).
 
     N      matrices in a stack (heads, experts)       R, C   rows and columns of a matrix
     unit   matrix n of a stack: has an owner, and travels as a whole; its column blocks, if it has

@@ -411,7 +411,7 @@ def test_other_teachers_ask_no_more_of_the_card(constants, pins, card, sources, 
     "rows, pins",
     [
         (1, {"prefill": (156, {"copy to the CPU": 1}), "step": (171, {"copy to the CPU": 2})}),
-        (16, {"prefill": (322, {"copy to the CPU": 1}), "step": (171, {"copy to the CPU": 2})}),
+        (16, {"prefill": (167, {"copy to the CPU": 1}), "step": (171, {"copy to the CPU": 2})}),
     ],
 )
 def test_the_sampler_stays_on_the_card_and_asks_no_more_of_it(
