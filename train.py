@@ -1512,7 +1512,7 @@ def main(argv):
     with (
         launch.run_lock(first.out),
         failures.explain_failures(first, argv),
-        launch.restored_process(),
+        launch.restored_process(partial(failures.end_stopped, first, argv)),
     ):
         run_stages(argv, configs, given)
 
@@ -1520,8 +1520,7 @@ def main(argv):
 def run_stages(argv, configs, given):
     """The stages, one after the other, in as many processes as they want."""
     # Until there is something to save, a signal ends the command at once.
-    first = next(iter(configs.values()))
-    launch.stop_at_once(partial(failures.end_stopped, first, argv))
+    launch.stop_at_once()
 
     # Start the other processes, and check how the ranks share the work.
     for stage, config in configs.items():
@@ -1531,7 +1530,7 @@ def run_stages(argv, configs, given):
 
     interrupted = []
     for stage, config in configs.items():
-        launch.stop_at_once(partial(failures.end_stopped, config, argv))
+        launch.stop_at_once()
         _, sources = FLAGS.merge(given, stage)
         if stage == "eval":
             evaluate_run(config, given, sources)

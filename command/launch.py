@@ -105,11 +105,16 @@ child_processes = []  # started by launch_local_ranks
 STOPPING = signal.SIGINT, signal.SIGTERM
 
 
+class Stopped(BaseException):
+    """A signal has ended the command. No SystemExit, which code that plays tasks may catch."""
+
+
 @contextlib.contextmanager
-def restored_process():
+def restored_process(end_stopped):
     """A context in which ranks are started and joined. Whatever ends it, the processes that were
     started are gone, and environment, signal handlers and number of threads are as before: a
-    notebook calls main several times."""
+    notebook calls main several times. end_stopped: ends the command where a signal has stopped it
+    (stop_at_once), by the signal's number"""
     environment, threads = dict(os.environ), torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     joined_before, complete = dist.is_initialized(), False
@@ -120,6 +125,8 @@ def restored_process():
         # others.
         if dist.is_initialized():
             dist.barrier()
+    except Stopped as stopped:
+        end_stopped(*stopped.args)
     finally:
         # After a failure a group on GPUs may wait for ranks that are gone; it ends with the process.
         ours = dist.is_initialized() and not joined_before
@@ -159,16 +166,16 @@ def check_ranks():
             raise MachineFailure(f"rank {rank} {how} before it had joined the others")
 
 
-def stop_at_once(end):
+def stop_at_once():
     """From now on Ctrl-C and SIGTERM end this process, and those it has started. For work that has
-    nothing to save before its end. end: raises SystemExit, by the number of the signal"""
+    nothing to save before its end."""
 
     def stop(number, frame):
         # A second signal must not interrupt this. The others end with the context that this leaves,
         # and remove their workspaces too.
         for either in STOPPING:
             signal.signal(either, signal.SIG_IGN)
-        end(number)
+        raise Stopped(number)
 
     for number in STOPPING:
         signal.signal(number, stop)
