@@ -412,13 +412,13 @@ class Attention(nn.Module):
         k_rope = k_rope[:, :, None].expand(-1, -1, c.heads, -1)  # (B, S, H, qk_rope)
         return torch.cat((k_nope, k_rope), -1), linear(latent, self.wv_b)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
-        """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. cache: a function that stores
+    def forward(self, x, cos, sin, mask=None, store=None):
+        """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. store: a function that stores
         the entries of these tokens and returns those of all keys (B, S, entry)."""
         # Other tokens see a token only through its entry. All keys and values are rebuilt from
         # entries, whether they come from this batch, from other ranks, or out of a cache.
         q, entries = self.project_qkv(x, cos, sin)
-        entries = self.gather_entries(entries) if cache is None else cache(entries)
+        entries = self.gather_entries(entries) if store is None else store(entries)
         k, v = self.keys_values(entries)
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, dims)
@@ -438,8 +438,8 @@ class Block(nn.Module):
         self.attn = attention(config)
         self.ffn = FFN(config.dim, config.dense_ffn) if dense else mixture(config)
 
-    def forward(self, x, cos, sin, mask=None, cache=None, replay=None, record=None, real=None):
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask, cache)
+    def forward(self, x, cos, sin, mask=None, store=None, replay=None, record=None, real=None):
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask, store)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, MoE):
             return x + self.ffn(h, replay, record, real)
@@ -470,11 +470,11 @@ class MTP(nn.Module):
         self.join = init_weight(config.dim, 2 * config.dim)
         self.block = make_block(config, dense=True)
 
-    def forward(self, hidden, embedded, cos, sin, mask=None, cache=None):
+    def forward(self, hidden, embedded, cos, sin, mask=None, store=None):
         """hidden (B, T, D), embedded (B, T, D): the tokens after them -> (B, T, D)"""
         both = torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), -1)  # (B, T, 2 D)
         x = linear(both, self.join).float()
-        return self.norm(self.block(x, cos, sin, mask, cache))
+        return self.norm(self.block(x, cos, sin, mask, store))
 
 
 class Cache:
@@ -574,7 +574,7 @@ class Model(nn.Module):
     def run_layers(self, tokens, positions, mask, replay=None, record=None, real=None, stores=()):
         """All layers, in training and in sampling: tokens (B, T), positions (B or 1, T) -> hidden
         (B, T, D). replay, record: see forward; real: see MoE.forward; stores: for each layer what
-        Attention.forward takes as its cache, or none"""
+        Attention.forward takes as store, or none"""
         cos, sin = self.rotary_cos_sin(positions)
         x = self.embed_tokens(tokens)  # (B, T, D)
 

@@ -72,11 +72,11 @@ class FastAttention(Attention):
     themselves, where the plain form rebuilds keys and values of all cached tokens. Grouped-query
     attention (published/) has none: its keys and values are read back as they are."""
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
+    def forward(self, x, cos, sin, mask=None, store=None):
         q, entries = self.project_qkv(x, cos, sin)
-        entries = self.gather_entries(entries) if cache is None else cache(entries)
+        entries = self.gather_entries(entries) if store is None else store(entries)
         q = q.transpose(1, 2)  # (B, H, T, N + R)
-        if cache is not None and self.absorbing_pays(q.shape[2], entries.shape[1]):
+        if store is not None and self.absorbing_pays(q.shape[2], entries.shape[1]):
             out = self.attend_to_latents(q, entries, mask)
         else:
             k, v = (t.transpose(1, 2) for t in self.keys_values(entries))  # (B, H, S, N + R or V)

@@ -55,7 +55,7 @@ TWINS = (
     Twin(
         "fast.decode:FastAttention",
         ("moe.Attention.forward",),
-        "92469fccfe41e65c",
+        "b7cf7b116653a05e",
         shared=("moe.Attention.project_qkv",),
     ),
     Twin("fast.decode:FastProjection", ("moe.Attention.project_qkv",), "c868b05136f870ec"),
