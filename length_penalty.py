@@ -77,7 +77,8 @@ def concave_cost(x, k, q):
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
     if not fits:
         raise ValueError(f"k and q must be finite and >= 0, not k={k}, q={q}")
-    assert (x >= 0).all(), f"effort must be >= 0, not {x.min()}"
+    if not (x >= 0).all():
+        raise ValueError(f"effort must be >= 0, not {x.min()}")
 
     # The straight line: q = 0, and the limit k -> 0.
     if q == 0 or k == 0:

@@ -219,7 +219,6 @@ class Call:
     args: list
     output: str = ""
     error: str = ""  # "", "unknown_tool", "bad_arguments" or "failed"
-    cut: bool = False  # the middle of its output had no room: the context does not show it
     # index in the turn's body of its first token (of the first call: of what opens all calls, where
     # a form has such an opening)
     start: int = field(default=0, compare=False)
@@ -227,6 +226,8 @@ class Call:
     id: str = field(default="", compare=False)
     # in a published form, where arguments have names: {name: value}
     given: dict = field(default=None, compare=False)
+    # the middle of its output had no room, so the context does not show it
+    cut: bool = field(default=False, compare=False)
 
 
 @dataclass

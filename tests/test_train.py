@@ -484,7 +484,7 @@ def test_rl_by_other_rules_than_its_sft_and_a_window_beyond_the_positions_are_sa
     rl = "--stage=rl --steps=1 --tasks_per_step=1 --group_size=2".split()
     for more, said in (
         ((), []),
-        (("--window=900", "--max_turns=4"), ["--window is 900 and was 1024", "--max_turns is 4"]),
+        (("--window=900", "--max_turns=4"), ["--window is 900 and was 512", "--max_turns is 4"]),
         (("--summarize=0",), ["--summarize is 0 and was 1"]),
     ):
         out = tmp_path / str(len(said))
@@ -494,7 +494,7 @@ def test_rl_by_other_rules_than_its_sft_and_a_window_beyond_the_positions_are_sa
         assert len(told) == bool(said) and all(words in told[0] for words in said)
         # The model of these flags has 64 * 2 positions.
         (beyond,) = [line for line in lines if "128 positions" in line]
-        assert f"--window={900 if len(said) == 2 else 1024} " in beyond
+        assert f"--window={900 if len(said) == 2 else 512} " in beyond
     lines = []
     checks.say_positions(train.Config(stage="sft", window=128), 128, lines.append)
     checks.say_positions(train.Config(stage="long", window=129), 128, lines.append)
