@@ -729,6 +729,8 @@ def test_a_save_to_a_disk_of_each_rank_fails_on_all_and_the_good_checkpoint_stay
 def meet(rank, world, port, dies):
     """What a rank that was started by itself says when it joins two others, of which one may be
     missing"""
+    # Who leaves the group while another is still connecting would break its connection.
+    dist.barrier()
     dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
