@@ -1117,9 +1117,9 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
         read_tokenizer(folder, first + 40)
 
 
-@pytest.mark.parametrize("word", ["kubernetes", "<b", "n+1"])
+@pytest.mark.parametrize("word", ["kubernetes", " pod", "n+1"])
 def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tmp_path):
-    """There every text that holds it has its id. In brackets it is a control token, special or
+    """There every text that holds it has its id. Behind a sign it is a control token, special or
     not."""
     added = [{"id": len(RANKS), "content": word, "special": False}]
     with pytest.raises(ValueError, match=re.escape(word)):
