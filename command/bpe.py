@@ -70,8 +70,8 @@ def train_bpe(texts, size, word):
 
 
 class Largest(tuple):
-    """A pair that is less than the smaller ones: of equally frequent pairs the larger one is merged,
-    since the result must not depend on chance."""
+    """A pair that is less than the smaller ones: of equally frequent pairs the larger one is
+    merged, since the result must not depend on chance."""
 
     __slots__ = ()
 

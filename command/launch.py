@@ -2,9 +2,9 @@
 
 On a CPU, `python train.py` starts further processes itself and becomes rank 0 of plain replicas;
 under torchrun, on a GPU, or where --cp or --ep say so, it starts none. One command at a time may
-work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a checkpoint; where there
-is nothing to save (before the first step, in an evaluation) it ends at once. What was started ends
-with the command, whatever ended it.
+work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a checkpoint; where
+there is nothing to save (before the first step, in an evaluation) it ends at once. What was started
+ends with the command, whatever ended it.
 
 It stands apart from train.py because the recipe is the same in one process and in many: what the
 ranks tell each other is said in train.py and hsdp.py.
@@ -128,7 +128,8 @@ def restored_process(end_stopped):
     except Stopped as stopped:
         end_stopped(*stopped.args)
     finally:
-        # After a failure a group on GPUs may wait for ranks that are gone; it ends with the process.
+        # After a failure a group on GPUs may wait for ranks that are gone; it ends with the
+        # process.
         ours = dist.is_initialized() and not joined_before
         if ours and (complete or child_processes):
             dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Runs inside the sandbox, for repositories/audit.py: what does a submission do when its modules are
-imported and its functions called?
+"""Runs inside the sandbox, for repositories/audit.py: what does a submission do when its modules
+are imported and its functions called?
 
 Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function,
 arguments)], and `variants`, each a dictionary path -> text of files to put in place first (an empty

@@ -1,9 +1,9 @@
 """Runs a repository's pytest suite inside the sandbox and reports the outcome of every test.
 
-Nobody imports this file: run_suite (repositories/run_suite.py) gives its text to a Python in the sandbox,
-whose working directory is the repository. It is `python -m pytest` with one plugin more, which
-writes down what pytest reports to it; nothing is read from the screen. The order is one JSON object
-on stdin, which is read before any code of the repository runs:
+Nobody imports this file: run_suite (repositories/run_suite.py) gives its text to a Python in the
+sandbox, whose working directory is the repository. It is `python -m pytest` with one plugin more,
+which writes down what pytest reports to it; nothing is read from the screen. The order is one JSON
+object on stdin, which is read before any code of the repository runs:
 
     key         random; the answer has to carry it
     words       of pytest's command line

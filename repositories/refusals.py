@@ -3,8 +3,9 @@
     suite_fails, no_tests, too_slow   the text of a refusal
     explain_error                     what one error of a suite means
 
-Pure functions of {path: text} and of what run_suite (repositories/run_suite.py) has answered. A refusal is
-true of the repository that it is about: it tells what pytest reported, and it guesses nothing.
+Pure functions of {path: text} and of what run_suite (repositories/run_suite.py) has answered. A
+refusal is true of the repository that it is about: it tells what pytest reported, and it guesses
+nothing.
 """
 
 import re

@@ -2,7 +2,8 @@
 
 `copy_repository` reads a folder into a tree (path -> text). Some files could give a deleted feature
 away and are known by their names: caches, bytecode, version control, virtual environments, builds
-(JUNK). They are not copied. What decides the verdict may not be changed: PROTECTED in world/tree.py.
+(JUNK). They are not copied. What decides the verdict may not be changed: PROTECTED in
+world/tree.py.
 
     sources    Python that a feature can be deleted from: no test, no configuration, no docs
     packages   the names under which the sources are imported

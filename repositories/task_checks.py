@@ -118,9 +118,9 @@ TIMES, TRIES = 10, 4
 
 
 def failing_mutants(files, groups, nodes, names, rng, sandbox, plan=None):
-    """{test function: its mutants (repositories/mutants.py), at most ROUNDS}. A mutant is kept if it fails
-    for the original in each of its cases among `nodes`, ten times of ten. names: what the deleted
-    definitions are called."""
+    """{test function: its mutants (repositories/mutants.py), at most ROUNDS}. A mutant is kept if
+    it fails for the original in each of its cases among `nodes`, ten times of ten. names: what the
+    deleted definitions are called."""
     # Draw what to try, in random order. A changed value tells more than a changed operator, so
     # values come first; each may be tried again with another part of the value.
     lost = lost_names(names)
