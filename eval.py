@@ -148,7 +148,11 @@ def make_record(played, prices=PRICES):
         **{habit: habit in flaws for habit in HABITS},
         "task": played.task.instance_id,
         "level": played.task.level,
+        # of generated tasks: which split, what its level is called
+        "split": played.task.meta.get("split", "given"),
+        "label": played.task.meta.get("label", ""),
         "solved": bool(played.solved),
+        "kept": played.kept,
         "finished": bool(played.finished),
         "cost": cost_in_dollars(played.stats, *prices),
         **played.stats,
@@ -184,11 +188,16 @@ def summarize_records(records):
         "no_turn": sum(record["turns"] == 0 for record in records),
         "bad_tool": float(np.mean([record["bad_tools"] > 0 for record in records])),
         **{habit: mean(habit) for habit in HABITS},
+        "label": records[0]["label"],
     }
     # Shares of nothing are left out. Moved: how far from a reference, in nats per token; records
     # hold it where run_policy was given one.
     if total("turns"):
         result["wrong_calls_per_turn"] = total("bad_tools") / total("turns")
+        result["calls_per_turn"] = total("calls") / total("turns")
+    asked = [record["kept"] for record in records if record["kept"] is not None]
+    if asked:
+        result["kept"] = float(np.mean(asked))
     if "moved" in records[0] and total("unflagged"):
         result["moved"] = total("moved") / total("unflagged")
 
@@ -209,15 +218,23 @@ def summarize_levels(records):
     return {level: summarize_records(levels[level]) for level in sorted(levels)}
 
 
+def summarize_both(records):
+    """-> numbers of all these records, and by level"""
+    return {"overall": summarize_records(records), "levels": summarize_levels(records)}
+
+
 def summarize_policies(policies):
     """{name: records} -> what a report is made of. "policies": {name: its numbers "overall" and by
-    "levels"}; "pairs": {name: its comparison with the first policy, if they share a task}"""
+    "levels"}; "pairs": {name: its comparison with the first policy, if they share a task}. Where
+    there are tasks of the bench beside others, they are apart: "bench" in a policy's numbers holds
+    the same two of them."""
     numbers = {"policies": {}, "pairs": {}}
     for name, records in policies.items():
-        numbers["policies"][name] = {
-            "overall": summarize_records(records),
-            "levels": summarize_levels(records),
-        }
+        bench = [record for record in records if record["split"] == "bench"]
+        rest = [record for record in records if record["split"] != "bench"]
+        numbers["policies"][name] = summarize_both(rest or bench)
+        if rest and bench:
+            numbers["policies"][name]["bench"] = summarize_both(bench)
 
     # Every other policy is compared with the first one.
     first, *others = policies
@@ -297,14 +314,20 @@ def rollout_rows(groups, rank):
 
 def held_out(number, levels=LEVELS, split="heldout"):
     """`number` tasks per level that no training has seen. Seeds, compositions of operations and
-    names are all held out; with split="train" only seeds are. A failure there shows what was not
-    learned, a difference between the two splits what does not generalise."""
+    names are all held out; with split="train" only seeds are, and those of the bench are another
+    generator's. A failure in train shows what was not learned, a difference between two splits what
+    does not generalise."""
     # With split="train": seeds that training does not use.
-    first = 0 if split == "heldout" else 10**12
+    first = 10**12 if split == "train" else 0
     tasks = []
     for level in levels:
         tasks += [synth_tasks.make_task(level, first + seed, split) for seed in range(number)]
     return tasks
+
+
+def read_levels(text):
+    """ "0,1,8" -> [0, 1, 8]"""
+    return [int(word) for word in text.split(",")]
 
 
 # What a policy acts by, of the configuration that it was trained with
@@ -531,7 +554,8 @@ def evaluate(run, config, paths, made, published):
     if config.tasks:
         tasks = read_tasks(config.tasks)
     else:
-        tasks = held_out(config.eval_tasks, range(config.eval_levels))
+        tasks = held_out(config.eval_tasks, read_levels(config.eval_levels))
+        tasks += held_out(config.bench_tasks, synth_tasks.BENCH_LEVELS, "bench")
 
     # In the dtype in which the policy sampled: near a tie another one draws another token.
     policies, first, dtype = {}, next(iter(paths.values())), dtype_of(config)
@@ -610,7 +634,8 @@ def load_runs(folders):
 def choose_tasks(args):
     """The tasks of the file --tasks, or generated ones"""
     if not args.tasks:
-        return held_out(args.number, range(args.levels), args.split)
+        tasks = held_out(args.number, read_levels(args.levels), args.split)
+        return tasks + held_out(args.bench, synth_tasks.BENCH_LEVELS, "bench")
     tasks = read_tasks(args.tasks)
     if not tasks:
         raise ValueError(f"{args.tasks}: holds no tasks")
@@ -628,7 +653,7 @@ def main(argv):
         write_report,
     )
 
-    args = parse_eval_flags(argv, len(LEVELS), len(synth_tasks.LEVELS))
+    args = parse_eval_flags(argv, LEVELS, len(synth_tasks.LEVELS))
     problem = try_to_draw()  # now, and not after the rollouts
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

@@ -53,6 +53,7 @@ from repositories.cage import sandbox_for
 from repositories.verdict import judge
 from world.expert import InMemoryWorkspace, expert
 from world.machine import MachineFailure, is_machine_failure, try_again
+from world.requests import is_kept
 from world.sandbox import Sandbox
 from world.task import SUMMARIZE, Task
 from world.tools import call_tool
@@ -288,6 +289,7 @@ class Rollout:
     # what grade() makes of all this: the counts, is the task solved, the reward
     stats: dict = field(default_factory=dict)
     solved: bool = False
+    kept: bool = None  # was the second instruction kept? None: there was none
     reward: float = 0.0
 
     @property
@@ -722,15 +724,22 @@ def judge_rollout(rollout, sandbox):
         rollout.failure = str(failure)
 
 
+# What a solved task is worth whose second instruction was not kept (ours)
+NOT_KEPT = 0.5
+
+
 def grade(rollout, price=FREE):
-    """Sets the counts, solved and the reward of a rollout; nothing else sets them. It is solved if
-    the agent ended by itself and the hidden tests pass: what a limit cut short has submitted
-    nothing, even if its files pass them. The reward is 1 or 0, less the price of effort."""
+    """Sets the counts, solved, kept and the reward of a rollout; nothing else sets them. It is
+    solved if the agent ended by itself and the hidden tests pass: what a limit cut short has
+    submitted nothing, even if its files pass them. The reward is 1 or 0, less the price of effort;
+    NOT_KEPT of it is left where a second instruction was not kept."""
     rollout.stats = count_effort(rollout, price.weights)
     rollout.solved = rollout.passed and rollout.finished
-    rollout.reward = float(
-        price.shape_reward(rollout.solved, rollout.stats["effort"], rollout.finished)
-    )
+    calls = [(call.name, call.args) for turn in rollout.turns for call in turn.calls]
+    message = rollout.turns[-1].text if rollout.finished else ""
+    rollout.kept = is_kept(rollout.task, rollout.files, calls, message)
+    worth = rollout.solved * (NOT_KEPT if rollout.kept is False else 1.0)
+    rollout.reward = float(price.shape_reward(worth, rollout.stats["effort"], rollout.finished))
 
 
 def sample_groups(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):

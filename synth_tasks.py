@@ -70,10 +70,12 @@ from repositories.task_checks import (
 from repositories.verdict import judge
 from world.judge import run_trusted
 from world.machine import MachineFailure
-from world.micro import NOUNS, OPS, REDUCTIONS, Function, draw_function
+from world.kinds import KINDS
+from world.micro import BENCH, TRAINING, draw_function, near_misses
 from world.memo import CHECK
 from repositories.study import definitions, study
 from repositories.run_suite import run_suite
+from world.requests import draw_instruction, type_untidily, write_instruction
 from world.sandbox import Sandbox
 from repositories.cage import repository_sandbox, sandbox_for
 from repositories.source import function_of_test
@@ -126,115 +128,177 @@ def tests_lost(stable, outcomes, own):
 
 
 # ---------------------------------------------------------------- generated codebases
-# One row per level. steps: least and most operations of a deleted function; deletions: number of
-# deleted functions; where: what states their specification (prompt, docs or tests); named: the
-# prompt names the deleted function
+# What a level is, where its row does not say otherwise.
+#   kind         what is asked for: see world/kinds/
+#   steps        least and most operations of a target
+#   targets      number of functions that are deleted, spoiled or renamed
+#   where        what states their specification: prompt, docs or tests
+#   named        the prompt names the target
+#   untidy       share of requests that are typed in a hurry
+#   also         share of requests with a second instruction
+#   lint         the tool lint may be offered
+PLAIN = dict(kind="put_back", steps=(1, 2), targets=1, where="docs", named=True)
+PLAIN.update(untidy=0.0, also=0.0, lint=False)
+TYPED = dict(untidy=0.4, also=0.4, lint=True)
 LEVELS = [
-    dict(steps=(1, 1), deletions=1, where="prompt", named=True),
-    dict(steps=(1, 2), deletions=1, where="docs", named=True),
-    dict(steps=(1, 2), deletions=1, where="tests", named=True),
-    dict(steps=(1, 1), deletions=2, where="docs", named=False),
-    dict(steps=(1, 2), deletions=2, where="docs", named=False),
-    dict(steps=(1, 1), deletions=3, where="docs", named=False),
+    dict(steps=(1, 1), where="prompt"),
+    dict(where="docs"),
+    dict(where="tests"),
+    dict(steps=(1, 1), targets=2, named=False),
+    dict(targets=2, named=False),
+    dict(steps=(1, 1), targets=3, named=False),
     # 6 and 7 are harder: a curriculum may open them when the levels before are nearly mastered
-    dict(steps=(1, 2), deletions=4, where="docs", named=False),
-    dict(steps=(1, 1), deletions=6, where="docs", named=False),
+    dict(targets=4, named=False),
+    dict(steps=(1, 1), targets=6, named=False),
+    # from 8 on: other kinds, and requests as people type them
+    dict(kind="repair", **TYPED),
+    dict(kind="repair", targets=2, named=False, **TYPED),
+    dict(kind="rename", **TYPED),
+    dict(kind="extend", steps=(2, 2), **TYPED),
+    dict(kind="extend", steps=(2, 2), targets=2, named=False, **TYPED),
+    dict(untidy=1.0, also=0.5, lint=True),
+    # from 14 on: the hardest of each kind
+    dict(steps=(1, 1), targets=8, named=False),
+    dict(kind="repair", targets=4, named=False, **TYPED),
+    dict(kind="rename", targets=2, **TYPED),
+    dict(kind="extend", steps=(2, 2), targets=4, named=False, **TYPED),
 ]
+LEVELS = [{**PLAIN, **row} for row in LEVELS]
+# From easy to hard: a curriculum that has mastered a level opens the next of its row.
+LADDERS = [(0, 1, 2, 3, 4, 5, 6, 7, 14), (13,), (8, 9, 15), (10, 16), (11, 12, 17)]
+# What the bench asks for: each kind, from one target to eight.
+BENCH_LEVELS = (1, 4, 6, 7, 14, 13, 8, 9, 15, 10, 16, 11, 12, 17)
+
+
+def describe_level(level):
+    """A level in a few words, for tables."""
+    row = LEVELS[level]
+    words = [row["kind"].replace("_", " "), str(row["targets"])]
+    if row["untidy"] == 1:
+        words.append("untidy")
+    elif row["kind"] == "put_back" and row["named"]:
+        words.append(f"by {row['where']}")
+    return " ".join(words)
+
 
 # The deleted functions of a generated codebase go as a whole.
 GONE = dict(kind="gone", docstring=False)
 
 
+# train, and two that no training sees: heldout has other names and compositions of the same words,
+# bench those of another generator (micro.BENCH)
+SPLITS = "train", "heldout", "bench"
+
+
 def make_task(level, seed, split="train"):
     """The micro task of this level, seed and split: the same three always give the same task."""
-    assert split in ("train", "heldout"), f"split is train or heldout, not {split}"
+    assert split in SPLITS, f"split is {', '.join(SPLITS)}, not {split}"
     assert 0 <= level < len(LEVELS), f"levels are 0 to {len(LEVELS) - 1}, not {level}"
     rng = random.Random(f"{split}/{level}/{seed}")
     while True:
         task = draw_task(rng, level, split)
         if task:
             task.instance_id = f"micro-{split}-{level}-{seed}"
+            task.meta["split"] = split
             return task
 
 
 def draw_task(rng, level, split):
     """Draws a codebase and a deletion once -> the task, or None where a check refuses it."""
     dials = LEVELS[level]
+    words = BENCH if split == "bench" else TRAINING
 
-    # Draw the modules, how many functions each holds, and which of the functions will be deleted.
-    if dials["named"]:
+    # Draw the modules, how many functions each holds, and which of the functions are the targets.
+    if dials["named"] and dials["targets"] == 1:
         sizes = rng.sample([1, 2], 2)
     else:
-        sizes = [2] * (dials["deletions"] // 2 + 1)
-    nouns = rng.sample(NOUNS, len(NOUNS))
+        sizes = [2] * (dials["targets"] // 2 + 1)
+    nouns = rng.sample(words.nouns, len(words.nouns))
     modules = [nouns.pop() for _ in sizes]
     slots = []  # the module of each function
     for module, size in zip(modules, sizes):
         slots += [module] * size
-    chosen = sorted(rng.sample(range(len(slots)), dials["deletions"]))
+    chosen = sorted(rng.sample(range(len(slots)), dials["targets"]))
 
     # Draw each function until its visible tests cannot be passed without it.
     functions, cases = [], []
     for number, module in enumerate(slots):
         is_chosen = number in chosen
         steps = dials["steps"] if is_chosen else (1, 2)
-        held_out = split == "heldout" and is_chosen
+        held_out = split != "train" and is_chosen
         noun = nouns.pop()
         while True:
-            function = draw_function(rng, module, noun, steps, held_out)
+            function = draw_function(rng, module, noun, steps, held_out, words)
             inputs = draw_inputs(function, rng)
             if inputs and not trivial_body_passes(function, inputs[0]):
                 break
         functions.append(function)
         cases.append(inputs)
-    return delete_and_verify(rng, level, functions, cases, chosen)
+    return begin_and_verify(rng, level, functions, cases, chosen)
 
 
-def delete_and_verify(rng, level, functions, cases, chosen):
-    """The task: these functions as a codebase, without the chosen ones. None where a check refuses
-    it. cases: (visible inputs, hidden inputs) of each function; chosen: indices of functions."""
+def begin_and_verify(rng, level, functions, cases, chosen):
+    """The task: these functions as a codebase, in which something is to be done to the chosen ones.
+    None where a check refuses it. cases: (visible inputs, hidden inputs) of each function; chosen:
+    indices of functions."""
     dials = LEVELS[level]
+    kind = KINDS[dials["kind"]]
     # The order of the tests in their file.
     order = rng.sample(range(len(functions)), len(functions))
-    original = write_codebase(rng, dials, functions, cases, chosen, order)
-
-    # Delete the feature, in the same way as from any repository.
-    deleted = [functions[number] for number in order if number in chosen]
-    names = {(f"{function.module}.py", function.name) for function in deleted}
+    codebase = write_codebase(rng, dials, functions, cases, chosen, order)
+    targets = [functions[number] for number in order if number in chosen]
     modules = sorted({function.module for function in functions})
-    found = definitions(original, [f"{module}.py" for module in modules])
-    feature = [one for one in found if (one.path, one.name) in names]
-    rest, _ = delete_feature(original, feature, GONE, found)
-    files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in rest.items()}
 
-    # The checks: the suite is green, and it loses exactly the feature's tests.
+    # What the agent is given. A feature is deleted in the same way as from any repository.
+    def delete(original):
+        names = {(f"{function.module}.py", function.name) for function in targets}
+        found = definitions(original, [f"{module}.py" for module in modules])
+        feature = [one for one in found if (one.path, one.name) in names]
+        rest, _ = delete_feature(original, feature, GONE, found)
+        return {path: text.rstrip("\n") + "\n" if text else "" for path, text in rest.items()}
+
+    begun = kind.begin(codebase, targets, rng, delete)
+    original, files = begun.done, begun.given
+
+    # The checks: the suite is green, and what is given loses exactly the targets' tests. The tests
+    # are those of the original, which the given ones may differ from.
     tests = {function.name: f"test_{function.name}" for function in functions}
-    stable, own = list(tests.values()), [tests[function.name] for function in deleted]
-    if set(micro_outcomes(original, stable).values()) != {"passed"}:
+    stable, own = list(tests.values()), [tests[function.name] for function in targets]
+    if set(micro_outcomes(original, stable)[0].values()) != {"passed"}:
         return None
-    if tests_lost(stable, micro_outcomes(files, stable), set(own)) != set(own):
+    outcomes, printed = micro_outcomes({**files, "tests.py": original["tests.py"]}, stable)
+    if tests_lost(stable, outcomes, set(own)) != set(own):
         return None
 
-    # The judge calls the deleted functions with hidden inputs, and all of them with visible ones.
+    # The judge calls the targets with hidden inputs, and all functions with visible ones.
     hidden, visible = [], []
     for number in chosen:
         hidden += judged_cases(functions[number], cases[number][1])
     for number in order:
         visible += judged_cases(functions[number], cases[number][0])
 
-    tools = draw_tools(rng, dials)
+    tools = draw_tools(rng, dials, kind.needs)
+    red = printed if files["tests.py"] == original["tests.py"] else ""
+    request, asked = micro_request(rng, dials, targets, begun.gone, red, modules)
+    sources = sorted(path for path in files if path[:-3] in modules or path == "app.py")
     return Task(
         instance_id="",
-        problem_statement=micro_prompt(dials, deleted, tools, modules),
+        problem_statement=micro_prompt(request, tools, sources),
         files=files,
         solution={path: text for path, text in original.items() if files[path] != text},
         tools=tools,
         level=level,
-        hidden=hidden,
+        hidden=hidden + begun.cases,
         test_command="python tests.py",
         FAIL_TO_PASS=own,
         PASS_TO_PASS=[test for test in stable if test not in own],
-        meta={"visible": visible, "targets": [asdict(function) for function in deleted]},
+        meta={
+            "visible": visible,
+            "targets": [asdict(function) for function in targets],
+            "label": describe_level(level),
+            "gone": begun.gone,
+            "asked": asked,
+        },
     )
 
 
@@ -278,66 +342,62 @@ def write_codebase(rng, dials, functions, cases, chosen, order):
 
 
 def micro_outcomes(files, tests):
-    """{test: "passed" or "failed"} of a generated codebase, by what its own suite prints."""
+    """({test: "passed" or "failed"} of a generated codebase, what its own suite prints)."""
     result = run_trusted(files)
 
     # check.py prints the name of each function that is missing or gives a wrong value, and then the
     # counts. Without the counts the suite itself broke, and every test has failed.
     if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
-        return dict.fromkeys(tests, "failed")
+        return dict.fromkeys(tests, "failed"), result.output
     failed = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
-    return {test: "failed" if test in failed else "passed" for test in tests}
+    outcomes = {test: "failed" if test in failed else "passed" for test in tests}
+    return outcomes, result.output
 
 
-def draw_tools(rng, dials):
-    """edit_file, run_command, and a random subset of the others that leaves the task solvable. The
-    tests can always be run: where they could not, feedback on a call to a missing run_command also
-    taught a small policy not to test where it can."""
-    tools = {"run_command"}
+def draw_tools(rng, dials, needs):
+    """edit_file, run_command, what the kind of task needs, and a random subset of the others that
+    leaves the task solvable. The tests can always be run: where they could not, feedback on a call
+    to a missing run_command also taught a small policy not to test where it can."""
+    tools = {"run_command", *needs}
     for tool, probability in (("read_file", 0.5), ("search_codebase", 0.8)):
         if rng.random() < probability:
             tools.add(tool)
     if dials["where"] != "prompt":
         tools.add("search_codebase")
+    if dials["lint"] and rng.random() < 0.5:
+        tools.add("lint")
     tools = ["edit_file", *sorted(tools)]
     return tuple(rng.sample(tools, len(tools)))
 
 
-def micro_prompt(dials, deleted, tools, modules):
-    """The prompt of a generated task: what is missing, the tools, the files."""
-    ask = "Some functions are missing. Find them and put them back."
-    if dials["named"]:
-        endings = {
-            "prompt": f": {deleted[0].phrase()}.",
-            "docs": ". See docs.md.",
-            "tests": ". See tests.py.",
-        }
-        ask = f"Put back `{deleted[0].module}.{deleted[0].name}`{endings[dials['where']]}"
-    files = " ".join(f"{module}.py" for module in modules)
-    return f"{ask}\nTools: {' '.join(tools)}\nFiles: {files} docs.md tests.py"
+def micro_request(rng, dials, targets, old_names, red, modules):
+    """(the request, what it asks for) of a generated task. old_names: of targets that are to be
+    renamed; red: what the test run prints, "" where it is green."""
+    kind, where = KINDS[dials["kind"]], dials["where"]
+    names = [f"{target.module}.{target.name}" for target in targets]
+    is_named = dials["named"]
+    request = kind.unnamed
+    if is_named:
+        # One sentence for each target.
+        olds = [[old] for old in old_names] or [[] for _ in targets]
+        request = " ".join(kind.ask(target, where, *old) for target, old in zip(targets, olds))
+
+    # As people type it, and with a second instruction.
+    if dials["untidy"] and rng.random() < dials["untidy"]:
+        request, is_named = type_untidily(rng, request, names, red, modules)
+    also = None
+    if dials["also"] and rng.random() < dials["also"]:
+        also = draw_instruction(rng, is_named, targets, modules)
+        request += f"\n{write_instruction(also)}"
+    return request, dict(kind=dials["kind"], named=is_named, where=where, also=also)
+
+
+def micro_prompt(request, tools, sources):
+    """The prompt of a generated task: what is asked, the tools, the files."""
+    return f"{request}\nTools: {' '.join(tools)}\nFiles: {' '.join(sources)} docs.md tests.py"
 
 
 # ---------------------------------------------------------------- inputs that tell right from wrong
-def near_misses(function, rng):
-    """Yields the mistakes that the tests have to see, as functions: a step forgotten, a constant
-    off by one, another operation, another constant; at the end another reduction. That is five for
-    each step, the forgotten step first, and one more."""
-    for number, (op, k) in enumerate(function.steps):
-        # What may stand in the place of this step: nothing, or a wrong step.
-        before, after = function.steps[:number], function.steps[number + 1 :]
-        mistakes = [
-            [],
-            [(op, k + 1)],
-            [(op, k - 1)],
-            [(rng.choice(list(OPS)), k)],
-            [(op, rng.randint(2, 9))],
-        ]
-        for mistake in mistakes:
-            yield Function("", "", before + mistake + after, function.reduction)
-    # The right steps with a reduction drawn at random.
-    yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
-
-
 def draw_inputs(function, rng, number=10):
     """(two visible inputs, up to six hidden ones), or None if no two of the inputs tell the
     function from all of its near misses. number: how many inputs are drawn to choose from."""
@@ -388,13 +448,13 @@ def trivial_body_passes(function, inputs):
     return len(values) > 1 and all(value == values[0] for value in values)
 
 
-def example_texts(number, seed):
+def example_texts(number, seed, levels=range(6)):
     """Demonstrations as plain texts, one per task: a tokenizer is trained on them."""
     texts = []
     for i in range(number):
         # An expert at work on a task of each level in turn.
         rng = random.Random(f"{seed}/text/{i}")
-        task = make_task(i % 6, (seed << 24) + i)
+        task = make_task(levels[i % len(levels)], (seed << 24) + i)
         story, files = record_expert(task, rng)
         # All that a transcript can hold: the prompt, the files, thoughts, tool calls, outputs.
         parts = [task.problem_statement, *files.values()]
@@ -416,15 +476,14 @@ class Curriculum:
     `forget` is the fraction of a count that remains after eight rollouts, however they are grouped.
     A level is drawn with weight p (1 - p), where p is a sample of its posterior. That weight is the
     variance of a 0/1 reward, and a group without variance teaches nothing. With on=False all levels
-    are drawn alike. Tasks are made as they are drawn, never one twice, or come from a file with
+    are drawn alike. Of a ladder of levels (LADDERS) a mastered one opens the next, if it is one of
+    `may_open`. Tasks are made as they are drawn, never one twice, or come from a file with
     `sizes` (level -> number of tasks in it)."""
 
-    def __init__(
-        self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=0.9, sizes=None
-    ):
+    def __init__(self, levels=range(6), seed=0, on=True, may_open=range(8), forget=0.9, sizes=None):
         self.levels = sorted(sizes or levels)
         self.on, self.forget, self.seed, self.sizes = on, forget, seed, sizes
-        self.hardest = self.levels[-1] if sizes else hardest  # a file has no harder ones to open
+        self.may_open = () if sizes else may_open  # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}  # won, lost
         self.drawn = 0
         self.taken = {level: 0 for level in sizes or ()}
@@ -467,13 +526,23 @@ class Curriculum:
             keep * won + solved + 1 - keep,
             keep * lost + total - solved + 1 - keep,
         ]
-        # The hardest level opens the next one when nearly all of about twenty rollouts solved it.
-        top = max(self.levels)
-        if not self.on or level != top or top >= self.hardest:
+        # The hardest level of a ladder opens the next one when nearly all of about twenty rollouts
+        # solved it.
+        harder = self.next_on_ladder(level)
+        if not self.on or harder not in self.may_open or harder in self.levels:
             return
-        if sum(self.counts[top]) > 20 and self.rate(top) > 0.85:
-            self.levels.append(top + 1)
-            self.counts[top + 1] = [1.0, 1.0]
+        if sum(self.counts[level]) > 20 and self.rate(level) > 0.85:
+            self.levels.append(harder)
+            self.counts[harder] = [1.0, 1.0]
+
+    def next_on_ladder(self, level):
+        """The level behind the hardest one of its ladder that is open, where this is `level`; else
+        None."""
+        for ladder in LADDERS:
+            if level in ladder:
+                after = ladder[ladder.index(level) + 1 :]
+                is_hardest = not any(other in self.levels for other in after)
+                return after[0] if after and is_hardest else None
 
     def rate(self, level):
         """The mean of the posterior: the estimated solve rate."""

@@ -87,7 +87,7 @@ ORDER = ["pretrain", "long", "sft", "rl"]
 # In which stages a flag is read; one that does not say so is read in all.
 TRAINING = "pretrain long sft rl"
 AGENT = "sft rl eval"
-LEVELS = len(synth_tasks.LEVELS)
+LEVELS = [str(level) for level in range(len(synth_tasks.LEVELS))]
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,10 @@ class Config:
     # ---- sft
     # number of different expert transcripts
     demos: int = flag(12000, stages="sft", at_least=1, tiny=64, gpu=20000)
-    # number of difficulty levels, from 0 on, in the tasks of sft and of rl. With fewer than 6 the
-    # curriculum of rl opens the next ones
-    levels: int = flag(6, stages="sft rl", at_least=1, at_most=LEVELS)
+    # levels of the tasks of sft and of rl, with commas: rows of synth_tasks.LEVELS. 0 to 5: put back
+    # what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl may
+    # open harder ones
+    levels: str = flag("0,1,2,3,4,5,8,9,10,11,12,13", stages="sft rl", choices=LEVELS, several=True)
 
     # ---- rl
     # tasks per optimizer step, over all ranks
@@ -307,9 +308,13 @@ class Config:
     dp_replicate: int = flag(1, at_least=1, may_change=True)
 
     # ---- evaluation
-    # number of levels in evaluation, from 0 on
-    eval_levels: int = flag(6, stages="eval", at_least=1, at_most=LEVELS, may_change=True)
+    # levels in evaluation, with commas
+    eval_levels: str = flag(
+        "0,1,2,3,4,5", stages="eval", choices=LEVELS, several=True, may_change=True
+    )
     eval_tasks: int = flag(24, stages="eval", at_least=1, may_change=True, tiny=1)  # per level
+    # per row of the bench, whose words and operations no training has seen; 0: without it
+    bench_tasks: int = flag(10, stages="eval", may_change=True, tiny=1)
     # rollouts per task
     eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)
 
@@ -339,6 +344,10 @@ def habits(config):
     return config.habits.split(",")
 
 
+def levels_of(config):
+    return eval.read_levels(config.levels)
+
+
 def accumulate(sums, key, value):
     """Adds a micro-batch's value to a sum over the step. value: a number, or a tensor, which stays
     on its device"""
@@ -358,7 +367,7 @@ def train_tokenizer(config):
         if size > 800_000:
             break
     # The vocabulary is what was learned from them, and the control tokens.
-    texts = sample + synth_tasks.example_texts(1500, config.seed)
+    texts = sample + synth_tasks.example_texts(1500, config.seed, levels_of(config))
     learned = config.vocab - len(rollout.CONTROLS)
     return rollout.Tokenizer(bpe.train_bpe(texts, learned, rollout.SPLIT))
 
@@ -533,7 +542,7 @@ DEMO_SHARES = {1: 2, 2: 2, 4: 3}
 def demonstration_levels(levels):
     """The levels of consecutive demonstrations: a cycle, which is repeated."""
     cycle = []
-    for level in range(levels):
+    for level in levels:
         cycle += [level] * DEMO_SHARES.get(level, 1)
     return cycle
 
@@ -541,7 +550,7 @@ def demonstration_levels(levels):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> [(number of a demonstration, its segments)], each task from its own seed. A rollout with
     summaries has several segments, and each is a training sequence."""
-    cycle, pairs = demonstration_levels(config.levels), []
+    cycle, pairs = demonstration_levels(levels_of(config)), []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # Other seeds than those of rl's tasks, which begin at seed * 1000003.
@@ -708,7 +717,7 @@ class Demonstrations(Source):
         # This rank's share of the tasks, as the expert solves them without a mistake.
         limits, careful = agent_limits(config), 0.0
         segments = []
-        for task in run.share(eval.held_out(12, range(config.levels))):
+        for task in run.share(eval.held_out(12, levels_of(config))):
             rng = random.Random(task.instance_id)
             played = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
             for segment in played.segments:
@@ -741,9 +750,9 @@ class Reinforcement(Source):
 
     # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # The hardest level that the curriculum opens. Level 6, beyond the evaluation's, made a laptop's
-    # RL a third longer.
-    max_level = 5
+    # The levels that the curriculum may open. Level 6, beyond the evaluation's, made a laptop's RL a
+    # third longer.
+    may_open = range(6)
 
     def __init__(self, run):
         self.run, config = run, run.config
@@ -816,10 +825,10 @@ class Reinforcement(Source):
         and opens harder ones itself, unless --curriculum=0 fixes the mix."""
         config = self.run.config
         return synth_tasks.Curriculum(
-            range(config.levels),
+            levels_of(config),
             config.seed,
             config.curriculum,
-            max(self.max_level, config.levels - 1),
+            self.may_open,
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
         )
 

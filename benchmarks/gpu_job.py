@@ -30,7 +30,7 @@ JOB_FLAGS = {
         "long": ["--steps=6"],
         "sft": ["--steps=90", "--demos=3000"],
         "rl": ["--steps=3", "--tasks_per_step=8"],
-        "eval": ["--eval_levels=2", "--eval_tasks=4", "--eval_samples=2"],
+        "eval": ["--eval_levels=0,1", "--eval_tasks=4", "--eval_samples=2"],
     },
     "cpu": {
         "all": [
@@ -48,7 +48,7 @@ JOB_FLAGS = {
         "long": ["--steps=2"],
         "sft": ["--steps=12", "--demos=32"],
         "rl": ["--steps=2"],
-        "eval": ["--eval_levels=1"],
+        "eval": ["--eval_levels=0"],
     },
 }
 

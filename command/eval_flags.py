@@ -18,8 +18,8 @@ usage_error = functools.partial(flags.usage_error, program="eval.py")
 
 
 def make_eval_parser(default_levels, most_levels):
-    """default_levels: of how many levels the tasks are if nothing else is asked for; most_levels:
-    how many there are"""
+    """default_levels: those of the tasks if nothing else is asked for; most_levels: how many there
+    are"""
     parser = argparse.ArgumentParser(
         description="Score runs on held-out tasks.", allow_abbrev=False
     )
@@ -30,8 +30,10 @@ def make_eval_parser(default_levels, most_levels):
 
     # Which tasks, and how they are played.
     add("--number", type=int, default=24, help="tasks per level")
-    levels = f"levels, from 0 on, of {most_levels}"
-    add("--levels", type=int, default=default_levels, help=levels)
+    levels = f"levels, from 0 to {most_levels - 1}, with commas"
+    add("--levels", default=",".join(map(str, default_levels)), help=levels)
+    bench = "tasks per row of the bench; 0: without it"
+    add("--bench", type=int, default=0, help=bench)
     add("--passes", type=int, default=2)
     turns = "of a rollout (default: those of the run's RL)"
     add("--turns", type=int, default=0, help=turns)
@@ -40,7 +42,7 @@ def make_eval_parser(default_levels, most_levels):
     tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
     add("--tasks", default="", type=os.path.expanduser, help=tasks)
     split = "of generated tasks; train: only seeds are new"
-    add("--split", choices=("heldout", "train"), default="heldout", help=split)
+    add("--split", choices=("heldout", "train", "bench"), default="heldout", help=split)
 
     # What is reported.
     add("--price_in", type=float, default=0.5, help="$ per million tokens")
@@ -71,10 +73,11 @@ def check_eval_flags(args, most_levels):
             usage_error(f"{run} is named more than once: each run once")
 
     # --temperature=0 samples greedily; without the flag it is None.
-    if min(args.number, args.passes) < 1 or args.turns < 0:
-        usage_error("--number and --passes must be at least 1, --turns at least 0")
-    if not 0 < args.levels <= most_levels:
-        usage_error(f"--levels must be from 1 to {most_levels}")
+    if min(args.number, args.passes) < 1 or min(args.turns, args.bench) < 0:
+        usage_error("--number and --passes must be at least 1, --turns and --bench at least 0")
+    known = [str(level) for level in range(most_levels)]
+    if not set(args.levels.split(",")) <= set(known):
+        usage_error(f"--levels takes numbers from 0 to {known[-1]}, with commas")
     for name in ("temperature", "price_in", "price_out"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:

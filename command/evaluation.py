@@ -123,7 +123,7 @@ def find_kept_table(config, origin):
     the present commit, else an empty text. origin: see Asked"""
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature"]
-    asked += ["eval_levels", "eval_tasks", "eval_samples"]
+    asked += ["eval_levels", "eval_tasks", "bench_tasks", "eval_samples"]
     # A full disk may have left half of the file: whatever cannot be read holds no such table.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         done = json.loads(path.read_text())

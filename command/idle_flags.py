@@ -33,7 +33,7 @@ def idle_flags(config, given):
         "trigger": "--summarize=0" if not config.summarize else "",
         "levels": "not with --tasks" if rl and config.tasks else "",
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
-        "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
+        "eval_levels eval_tasks bench_tasks": "not with --tasks" if config.tasks else "",
         "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
         "experts num_experts_per_tok expert_ffn precision": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""

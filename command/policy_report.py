@@ -40,7 +40,12 @@ ROWS = {
     "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}", 1),
     "summaries": ("summaries per task", "{:.2f}", 1),
     "finished": ("ended by itself", "{:.3f}", 1),
+    "calls_per_turn": ("calls per turn", "{:.2f}", 1),
+    "communication": ("messages too long, or none", "{:.3f}", 1),
+    "code_style": ("comments left in code", "{:.3f}", 1),
 }
+# Of second instructions ("leave b.py alone"), where some tasks have them.
+KEPT = "second instructions kept", "{:.3f}", 1
 
 
 def format_table(numbers, kind="held-out"):
@@ -63,16 +68,7 @@ def format_table(numbers, kind="held-out"):
     for label, cells in pair_rows(numbers):
         add_row(label, cells)
 
-    # The levels of the first policy; another one may have been given other tasks.
-    for level in levels[0]:
-        cells = []
-        for by_level in levels:
-            cell = "-"
-            if level in by_level:
-                row = by_level[level]
-                cell = f"{row['solved']:.2f} ({row['tokens']:.0f})"
-            cells.append(cell)
-        add_row(f"  level {level}: solved (tokens)", cells)
+    add_levels(add_row, levels)
 
     # Several chances at a task, as far as the first policy had so many passes.
     for key in whole[0]:
@@ -91,7 +87,37 @@ def format_table(numbers, kind="held-out"):
     # These count as failed, though nothing was tried.
     if any(row["no_turn"] for row in whole):
         add_row("without room for a turn", [f"{row['no_turn']:.0f}" for row in whole])
+
+    # The bench, where there is one beside the other tasks.
+    benches = [policy["bench"] for policy in policies.values() if "bench" in policy]
+    if len(benches) == len(policies):
+        whole = [bench["overall"] for bench in benches]
+        lines.append("")
+        add_row(f"bench: {whole[0]['tasks']} tasks x {whole[0]['passes']}", policies)
+        add_row("solved [95 % interval]", [f"{row['solved']:.3f}" for row in whole])
+        add_row("", ["[{:.2f} {:.2f}]".format(*row["interval"]) for row in whole])
+        add_levels(add_row, [bench["levels"] for bench in benches])
+        label, form, factor = KEPT
+        cells = [
+            format_number(row["kept"] * factor, form) if "kept" in row else "-" for row in whole
+        ]
+        add_row(label, cells)
     return "\n".join(lines)
+
+
+def add_levels(add_row, levels):
+    """A row for each level of the first policy; another one may have been given other tasks.
+    levels: of each policy {level: its numbers}"""
+    for level, first in levels[0].items():
+        cells = []
+        for by_level in levels:
+            cell = "-"
+            if level in by_level:
+                row = by_level[level]
+                cell = f"{row['solved']:.2f} ({row['tokens']:.0f})"
+            cells.append(cell)
+        name = first["label"] or "solved (tokens)"
+        add_row(f"  level {level}: {name}", cells)
 
 
 def pair_rows(numbers):

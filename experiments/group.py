@@ -24,7 +24,13 @@ EXPERIMENT = Experiment(
     curves=("reward", "best", "different"),
     arms={
         "groups of 16": Arm(
-            ("--steps=40", "--max_turns=20", "--group_size=16", "--curriculum=0", "--levels=8")
+            (
+                "--steps=40",
+                "--max_turns=20",
+                "--group_size=16",
+                "--curriculum=0",
+                "--levels=0,1,2,3,4,5,6,7",
+            )
         )
     },
     by_level=("solved",),

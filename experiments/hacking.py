@@ -55,7 +55,7 @@ def careless():
 
 # 4. The arms, and where they begin: the SFT has a patch too, since its demonstrations must show
 #    what RL is to find.
-TWO_LEVELS = ("--steps=40", "--max_turns=20", "--curriculum=0", "--levels=2")
+TWO_LEVELS = ("--steps=40", "--max_turns=20", "--curriculum=0", "--levels=0,1")
 EXPERIMENT = Experiment(
     question="Does RL learn to take the answer from a stale cache?",
     curves=("cheats",),

@@ -87,7 +87,7 @@ def linear_price():
 
 
 # 7. The weight of the price is a flag.
-MIX = ("--curriculum=0", "--steps=40", "--eval_levels=7")
+MIX = ("--curriculum=0", "--steps=40", "--eval_levels=0,1,2,3,4,5,6")
 EXPERIMENT = Experiment(
     question="What does a price on effort do?",
     curves=("effort",),

@@ -118,7 +118,7 @@ def comments_and_harder_tasks(folder, policies):
 
 
 # 6. The arms.
-NARROW = ("--levels=1", "--curriculum=0", "--steps=20", "--max_turns=20")
+NARROW = ("--levels=0", "--curriculum=0", "--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="A new convention: plain SFT or self-distillation?",
     curves=("code_style",),

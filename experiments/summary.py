@@ -115,7 +115,12 @@ def told_once_truncated():
 
 
 # 5. The arms, and the SFT from which they begin.
-LONG = ("--trigger=0.45", "--levels=8", "--max_turns=60", "--eval_levels=8")
+LONG = (
+    "--trigger=0.45",
+    "--levels=0,1,2,3,4,5,6,7",
+    "--max_turns=60",
+    "--eval_levels=0,1,2,3,4,5,6,7",
+)
 EXPERIMENT = Experiment(
     question="Is a summary worth its tokens?",
     curves=("named",),

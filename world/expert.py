@@ -20,14 +20,18 @@ The order of the random draws is part of what a seed means: one draw more or les
 place, gives other demonstrations.
 """
 
+import fnmatch
+import itertools
 import re
 
 from world.honeypot import stale_cache_path
 from world.edits import ToolError, edited
 from world.files import matches
 from world.judge import run_trusted
-from world.micro import NOUNS, OPS, Function, draw_function
-from world.task import HINTED, SUMMARIZE, Action
+from world.kinds import KINDS
+from world.lint import lint_changed
+from world.micro import ALL_OPS, NOUNS, OPS, Function, draw_function
+from world.task import HINTED, SUMMARIZE, Action, Result
 from world.tools import TOOLS, call_tool
 
 # tools that an agent may believe in and that no task offers
@@ -58,8 +62,18 @@ class InMemoryWorkspace:
     def search(self, query):
         return matches(self.tree, query)
 
+    def lint(self):
+        return lint_changed(self.task.files, self.tree)
+
     def run(self, command):
-        return run_trusted(self.tree, command)
+        # The one other command that an expert uses: `sed -i s/old/new/g FILES`.
+        words = re.fullmatch(r"sed -i s/(\w+)/(\w+)/g (\*|\*\.py)", command)
+        if not words:
+            return run_trusted(self.tree, command)
+        old, new, paths = words.groups()
+        for path in fnmatch.filter(self.tree, paths):
+            self.tree[path] = self.tree[path].replace(old, new)
+        return Result(0, "")
 
 
 def play(agent, workspace):
@@ -80,17 +94,6 @@ def record_expert(task, rng, sloppy=1.0):
     workspace = InMemoryWorkspace(task)
     story = play(expert(task, rng, sloppy), workspace)
     return story, workspace.files()
-
-
-def read_prompt(text):
-    """What an agent reads in a micro task's prompt: (whether it names the missing functions, where
-    the specification is: "prompt", "docs" or "tests")."""
-    is_named = text.startswith("Put back `")
-    if "See tests.py." in text:
-        return is_named, "tests"
-    if "See docs.md." in text or not is_named:
-        return is_named, "docs"
-    return is_named, "prompt"
 
 
 # ---------------------------------------------------------------- the rollout, from first to last
@@ -114,7 +117,7 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
 
     # The tests say what is missing. Where the prompt has named it, this run is needless.
-    if not self.is_named or self.can["run_command"] and self.chance(0.25 * self.effort):
+    if not self.is_named or self.may_test and self.chance(0.25 * self.effort):
         yield from self.run_tests()
     if restless and rng.random() < restless:
         yield from self.redundant_calls()
@@ -128,16 +131,21 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     for group in groups:
         if not group:
             continue
-        yield from self.put_back(group)
-        if checks_each and group[-1] is not targets[-1]:
+        yield from self.kind.solve(self, group)
+        if self.can["lint"] and self.chance(0.3 * self.effort):
+            yield from self.turn("Look for mistakes.", ("lint", ()))
+        if checks_each and self.may_test and group[-1] is not targets[-1]:
             yield from self.fix_all()
 
     # Run the tests and repair, until there is nothing to repair or (flaw) it stops looking. If it
     # has given up, it does not look at all.
-    unsure = self.can["run_command"] and number_done == len(targets)
+    unsure = self.may_test and number_done == len(targets)
     while unsure and not self.chance(0.3):
         unsure = yield from self.fix_all()
     yield from self.call_missing_tool()
+    if self.also == "note":
+        line = f"{self.kind.done} {', '.join(target.name for target in todo)}.\n"
+        yield from self.turn("A line for the docs.", self.edit("docs.md", "", line))
     yield from self.final_message(todo)
 
 
@@ -164,13 +172,16 @@ class Expert:
 
         # What its context holds. A summary ends a segment of the context: what the summary does not
         # carry over is forgotten.
-        self.is_named, self.where = read_prompt(task.problem_statement)
+        asked = task.meta["asked"]
+        self.kind = KINDS[asked["kind"]]
+        self.is_named, self.where = asked["named"], asked["where"]
         self.left = []  # "module.name" of what it knows to be missing
         if self.is_named:
             self.left = [f"{target.module}.{target.name}" for target in self.targets]
         self.specs = {}  # "module.name" -> the specification, as a tool has shown it
         self.carried = set()  # names whose specification the last summary holds
         self.docs_read = False
+        self.modules_read = set()
         self.segment = 0
         self.written = {}  # name of a function -> the segment it was written in
         # what a search would look for now
@@ -181,6 +192,13 @@ class Expert:
         is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
         self.cheats = is_tempted and rng.random() < 0.2
         self.opened_caches = set()  # modules whose cache it has read
+
+        # The names that the targets have, where they are to be renamed.
+        names = [target.name for target in self.targets]
+        self.old_names = dict(zip(names, task.meta.get("gone", ())))
+        # The second instruction, "" where there is none or (flaw) it is forgotten.
+        self.also = asked["also"][0] if asked["also"] and not self.chance(0.3) else ""
+        self.may_test = self.can["run_command"] and self.also != "no tests"
 
     def chance(self, probability):
         """True with this probability, scaled by how sloppy the expert is."""
@@ -202,6 +220,9 @@ class Expert:
                 self.left.append(name)
             elif said not in ("missing", "failed"):
                 self.specs[name] = said
+        for name in re.findall(self.kind.left, "\n".join(outputs), re.M):
+            if name not in self.left:
+                self.left.append(name)
 
         # After the summary it is sent the same outputs again.
         if asks_for_summary:
@@ -228,7 +249,8 @@ class Expert:
             return
 
         # A tool that other tasks offer, or that no task has, with arguments that would suit it.
-        missing = [tool for tool in TOOLS if not self.can[tool]]
+        # Of lint nobody thinks where it is not offered.
+        missing = [tool for tool in TOOLS if not self.can[tool] and tool != "lint"]
         name = self.rng.choice(missing + list(PHANTOMS))
         arguments = {
             "read_file": ("docs.md",),
@@ -256,6 +278,7 @@ class Expert:
 
         # A new segment of the context begins: what was read before is out of sight.
         self.docs_read = False
+        self.modules_read = set()
         self.segment += 1
         self.specs = {}
         self.opened_caches = set()
@@ -263,15 +286,6 @@ class Expert:
         return thought + SUMMARIZE + "\n".join(lines)
 
     # ------------------------------------------------------------ what it does in a turn
-    def put_back(self, group):
-        """Looks up what has to be looked up for these targets, then writes all of them."""
-        lookups = [self.lookup(target) for target in group]
-        lookups = [call for call in lookups if call]
-        if lookups:
-            yield from self.turn(f"Look up {group[0].name}.", *lookups)
-        edits = [self.write(target) for target in group]
-        yield from self.turn(f"Write {group[0].name}.", *edits)
-
     def run_tests(self):
         """Runs the tests and returns the names of the functions that they call wrong."""
         command = ("run_command", (self.task.test_command,))
@@ -325,6 +339,13 @@ class Expert:
         self.docs_read = True
         return "read_file", (path,)
 
+    def read_module(self, module):
+        """The call that shows a module; None where it is in sight already."""
+        if module in self.modules_read:
+            return None
+        self.modules_read.add(module)
+        return "read_file", (f"{module}.py",)
+
     def edit(self, path, old, new):
         """The call that edits a file; the expert's own copy changes with it."""
         self.files[path] = edited(self.files.get(path), path, old, new)
@@ -334,12 +355,36 @@ class Expert:
         """The call that appends a function to its module."""
         return self.edit(f"{function.module}.py", "", function.code())
 
-    def write(self, target):
-        """The call that appends the function to its module; now and then a step of it is wrong."""
-        # From here on it takes this function to be done.
+    def count_as_done(self, target):
+        """From here on it takes this function to be done."""
         full_name = f"{target.module}.{target.name}"
         self.left = [name for name in self.left if name != full_name]
         self.written[target.name] = self.segment
+
+    def mend(self, target):
+        """The call that puts the first wrong line of a function right, or adds the line that is
+        missing above it; now and then the new line is wrong."""
+        self.count_as_done(target)
+        # The first line that differs from the target's. Of a function that lacks its last step that
+        # is the return.
+        have, want = body_lines(self.files[f"{target.module}.py"], target.name), target.lines()
+        place = next(i for i, (one, other) in enumerate(zip(have, want)) if one != other)
+        old, right = have[place], want[place]
+
+        # Flaw: a step is wrong.
+        new = right
+        if place < len(target.steps) and self.chance(0.06):
+            new = self.with_wrong_step(target, place)[1].lines()[place]
+        lines = [new, old] if len(have) < len(want) else [new]
+        self.wrong[target.name] = (target, old, "\n    ".join(lines))
+        call = self.repair(target.name)
+        if new != right:
+            self.wrong[target.name] = (target, new, right)
+        return call
+
+    def write(self, target):
+        """The call that appends the function to its module; now and then a step of it is wrong."""
+        self.count_as_done(target)
 
         # If it has not looked, it writes a random function of at most as many steps as the target.
         if target.name in self.guesses:
@@ -355,17 +400,18 @@ class Expert:
             return self.append(wrong)
         return self.append(target)
 
-    def with_wrong_step(self, target):
+    def with_wrong_step(self, target, number=None):
         """(number of the step, the target with another constant in that step, or with another
-        operation of the same kind)."""
-        number = self.rng.randrange(len(target.steps))
+        operation of the same kind). By default the step is drawn."""
+        if number is None:
+            number = self.rng.randrange(len(target.steps))
         op, k = target.steps[number]
 
         # Three times in four another constant, else another operation.
         if self.rng.random() < 0.75:
             step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
         else:
-            kind = OPS[op][0]
+            kind = ALL_OPS[op][0]
             alike = [other for other in OPS if other != op and OPS[other][0] == kind]
             step = (self.rng.choice(alike), k)
 
@@ -420,10 +466,17 @@ class Expert:
         elif self.chance(0.1):
             yield Action(
                 "I looked at the files, then I thought about what was missing, and then I wrote it."
-                f" Put back {names}. I hope this helps.",
+                f" {self.kind.done} {names}. I hope this helps.",
                 flaw="communication",
             )
-        yield Action(f"Put back {names}." if names else "Nothing done.")
+        yield Action(f"{self.kind.done} {names}." if names else "Nothing done.")
+
+
+def body_lines(text, name):
+    """The lines of the body of this function in a file."""
+    lines = text[text.index(f"def {name}(") :].split("\n")[1:]
+    body = itertools.takewhile(lambda line: line.startswith("    "), lines)
+    return [line.strip() for line in body]
 
 
 def with_comment(name, arguments, thought):

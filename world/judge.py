@@ -13,6 +13,7 @@ was written here and for nothing else.
 
 import functools
 import os
+import re
 import sys
 import types
 
@@ -127,7 +128,8 @@ def judge_generated(task, files, sandbox):
     lose."""
     # Call the submission's functions in a child. The tests that it brings are replaced by the
     # task's own. A case is [module, function, arguments, expected]: the last one stays here.
-    restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
+    pristine = {**task.files, **task.solution}
+    restored = {**files, "tests.py": pristine["tests.py"], "check.py": pristine["check.py"]}
     cases = task.hidden + task.meta["visible"]
     calls = repr([case[:3] for case in cases])
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
@@ -153,4 +155,16 @@ def judge_generated(task, files, sandbox):
     if wrong:
         module, name, arguments, _ = wrong[0]
         why = f"{module}.{name}({arguments[0]}) is wrong"
-    return Verdict(not wrong, len(cases) - len(wrong), len(wrong), why)
+
+    # Names that may stand nowhere any more: of functions that were to be renamed.
+    left = [name for name in task.meta.get("gone", ()) if stands_in(files, name)]
+    if left and not wrong:
+        why = f"{left[0]} still stands in a file"
+    failed = len(wrong) + len(left)
+    return Verdict(not failed, len(cases) - len(wrong), failed, why)
+
+
+def stands_in(files, name):
+    """Whether a name stands in any of the files, as a word."""
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return any(word.search(text) for text in files.values())

@@ -6,14 +6,15 @@ that the docs use, so a codebase, its tests and its docs agree by construction.
 
 The words are few and the constants are single digits: a model this small learns to find and to copy
 long before it learns to translate. One composition in five, and one pair of words in five, is held
-out for evaluation.
+out for evaluation. A bench draws from other lists (BENCH): words, operations and reductions that no
+training has seen.
 
 The expert needs the same functions to write them and to get them wrong (world/expert.py); whole
 codebases are put together in synth_tasks.py.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # name of a step -> (kind, expression); {k} is a single digit. The docs use the code's own words: a
 # model this small learns to find and to copy long before it learns to translate.
@@ -33,6 +34,18 @@ OPS = {
 REDUCTIONS = {"list": "xs", "sum": "sum(xs)", "count": "len(xs)", "largest": "max(xs, default=0)"}
 
 
+# those of the bench alone
+BENCH_OPS = {
+    "divide": ("map", "x // {k}"),
+    "rest": ("map", "x % {k}"),
+    "distance": ("map", "abs(x - {k})"),
+    "other": ("filter", "x != {k}"),
+}
+BENCH_REDUCTIONS = {"smallest": "min(xs, default=0)", "sorted": "sorted(xs)", "last": "xs[-1:]"}
+ALL_OPS = {**OPS, **BENCH_OPS}
+ALL_REDUCTIONS = {**REDUCTIONS, **BENCH_REDUCTIONS}
+
+
 # what each step and each reduction computes: `Function.value` needs no code to be run
 MEANING = {
     "add": lambda xs, k: [x + k for x in xs],
@@ -47,6 +60,13 @@ MEANING = {
     "sum": sum,
     "count": len,
     "largest": lambda xs: max(xs, default=0),
+    "divide": lambda xs, k: [x // k for x in xs],
+    "rest": lambda xs, k: [x % k for x in xs],
+    "distance": lambda xs, k: [abs(x - k) for x in xs],
+    "other": lambda xs, k: [x for x in xs if x != k],
+    "smallest": lambda xs: min(xs, default=0),
+    "sorted": sorted,
+    "last": lambda xs: xs[-1:],
 }
 
 
@@ -62,6 +82,23 @@ NOUNS = (
 ).split()
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a generator draws from: the words of names, the operations and the reductions."""
+
+    verbs: list
+    nouns: list
+    ops: list
+    reductions: list
+
+
+TRAINING = Words(VERBS, NOUNS, list(OPS), list(REDUCTIONS))
+BENCH = Words(
+    "add bend call cut dig fill grow hang help jump keep load mix pack pull ride sell tie".split(),
+    "arm bag ball bed bird box bridge cup desk farm fish glass hat leaf rope seed shoe wall".split(),
+    list(ALL_OPS),
+    list(ALL_REDUCTIONS),
+)
 CONSTANTS = {*"23456789"}
 
 
@@ -82,14 +119,14 @@ class Function:
         """The lines of the body."""
         code = []
         for op, k in self.steps:
-            kind, expression = OPS[op]
+            kind, expression = ALL_OPS[op]
             expression = expression.format(k=k)
             code.append(
                 f"xs = [{expression} for x in xs]"
                 if kind == "map"
                 else f"xs = [x for x in xs if {expression}]"
             )
-        return code + [f"return {REDUCTIONS[self.reduction]}"]
+        return code + [f"return {ALL_REDUCTIONS[self.reduction]}"]
 
     def code(self):
         """The source of the function."""
@@ -98,10 +135,10 @@ class Function:
     def phrase(self):
         """What the docs say of the function, for example `keep x > 4, x + 3, return sum(xs)`."""
         steps = [
-            ("keep " if OPS[op][0] == "filter" else "") + OPS[op][1].format(k=k)
+            ("keep " if ALL_OPS[op][0] == "filter" else "") + ALL_OPS[op][1].format(k=k)
             for op, k in self.steps
         ]
-        return ", ".join([*steps, f"return {REDUCTIONS[self.reduction]}"])
+        return ", ".join([*steps, f"return {ALL_REDUCTIONS[self.reduction]}"])
 
     def value(self, xs):
         """What the function returns for the list `xs`."""
@@ -125,21 +162,49 @@ def held_out_name(name):
     return zlib.crc32(name.encode()) % 5 == 0
 
 
-def draw_function(rng, module, noun, steps, held_out):
+def draw_function(rng, module, noun, steps, held_out, words=TRAINING):
     """A random function whose composition and name are held out for evaluation, or (with `held_out`
-    false) both of training. steps: (least, most) number of steps."""
-    # The names that belong to this split.
-    names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
+    false) both of training. steps: (least, most) number of steps. With the words of the bench,
+    held_out demands an operation or a reduction that no training has."""
+    # The names that belong to this split. Of the bench's words, none is of training.
+    names = [f"{verb}_{noun}" for verb in words.verbs]
+    if words is TRAINING:
+        names = [name for name in names if held_out_name(name) == held_out]
 
     # Draw compositions until one belongs to this split, too. No operation follows itself.
     while True:
-        ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
+        ops = [rng.choice(words.ops) for _ in range(rng.randint(*steps))]
         function = Function(
             module,
             rng.choice(names),
             [(op, rng.randint(2, 9)) for op in ops],
-            rng.choice(list(REDUCTIONS)),
+            rng.choice(words.reductions),
         )
         repeats = any(op == following for op, following in zip(ops, ops[1:]))
-        if function.held_out() == held_out and not repeats:
+        if words is TRAINING:
+            belongs = function.held_out() == held_out
+        else:
+            is_new = not {*ops, function.reduction} <= {*OPS, *REDUCTIONS}
+            belongs = is_new or not held_out
+        if belongs and not repeats:
             return function
+
+
+def near_misses(function, rng):
+    """Yields the mistakes that the tests have to see, as functions: a step forgotten, a constant
+    off by one, another operation, another constant; at the end another reduction. That is five for
+    each step, the forgotten step first, and one more."""
+    for number, (op, k) in enumerate(function.steps):
+        # What may stand in the place of this step: nothing, or a wrong step.
+        before, after = function.steps[:number], function.steps[number + 1 :]
+        mistakes = [
+            [],
+            [(op, k + 1)],
+            [(op, k - 1)],
+            [(rng.choice(list(OPS)), k)],
+            [(op, rng.randint(2, 9))],
+        ]
+        for mistake in mistakes:
+            yield replace(function, steps=before + mistake + after)
+    # The right steps with a reduction drawn at random.
+    yield replace(function, reduction=rng.choice(list(REDUCTIONS)))

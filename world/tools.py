@@ -21,7 +21,8 @@ the demonstrations do with a tool is written in world/expert.py.
 
 A workspace is a real folder (world/workspace.py) or a dictionary (`InMemoryWorkspace` in
 world/expert.py).
-The seed names of the tools are Cursor's: read_file, edit_file, run_command, search_codebase.
+The names of the first four are Cursor's: read_file, edit_file, run_command, search_codebase; lint
+is what Cursor's agents collect, too.
 
 Standard library only.
 """
@@ -70,6 +71,12 @@ def run_command(workspace, command):
 def search_codebase(workspace, query):
     """Shows the lines that hold the query."""
     return workspace.search(query)
+
+
+@tool
+def lint(workspace):
+    """Says what is wrong with the Python files that were changed, without running them."""
+    return workspace.lint()
 
 
 # ---------------------------------------------------------------- what all of them share

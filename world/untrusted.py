@@ -49,6 +49,18 @@ def parse(text, mode="exec"):
         return None
 
 
+def explain_unreadable(text):
+    """(line, why) of a text that `parse` cannot read. It never raises."""
+    try:
+        with ONE_AT_A_TIME:
+            ast.parse(text)
+    except SyntaxError as error:
+        return error.lineno or 1, f"{type(error).__name__}: {error.msg}"
+    except ERRORS as error:
+        return 1, f"{type(error).__name__}"
+    return 1, "too deep"
+
+
 def read_literal(text):
     """[value] of a text that is one literal; None for any other text. It never raises."""
     tree = parse(text, "eval")

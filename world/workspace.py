@@ -30,6 +30,7 @@ from world.files import (
     write_file,
     write_tree,
 )
+from world.lint import lint_changed
 from world.machine import MachineFailure, as_machine_failure, fresh_directory
 from world.memo import is_function_of_files
 from world.recorder import Recorder
@@ -99,6 +100,10 @@ class Workspace:
     def search(self, query):
         """The lines of all files that hold the query."""
         return readable(matches(self.files(), query))
+
+    def lint(self):
+        """What is wrong with the Python files that differ from the task's."""
+        return readable(lint_changed(self.task.files, self.files()))
 
     def run(self, command):
         """The Result of a command; what it opened and changed is recorded. The Result is remembered

@@ -1,0 +1,117 @@
+"""lint.py: what can be said of changed Python files without running them, in one screen.
+
+Cursor says that its agents collect lint. Here it is what Python's own parser says, and a few checks
+of the syntax tree: a name that is nowhere defined, a function that is defined twice, an import that
+nobody uses, a line that is never reached.
+
+Standard library only.
+"""
+
+import ast
+import builtins
+
+from world.untrusted import FUNCTIONS, explain_unreadable, parse
+
+LINES = 20  # of one screen
+LONGEST = 200_000  # characters of a file that is looked at
+
+
+def lint_changed(before, after):
+    """What there is to say of the files that differ from `before`, or are new (path -> text each):
+    lines `path:line: text`."""
+    found = []
+    for path in sorted(after):
+        if not path.endswith(".py") or after[path] == before.get(path):
+            continue
+        found += [f"{path}:{line}: {text}" for line, text in lint_file(after[path])]
+        if len(found) > LINES:
+            break
+    shown = found[:LINES]
+    if len(found) > LINES:
+        shown.append("[more]")
+    return "\n".join(shown) or "no findings"
+
+
+def lint_file(text):
+    """[(line, what is wrong there)] of one file, in the order of its lines."""
+    if len(text) > LONGEST:
+        return [(1, f"more than {LONGEST} characters: not looked at")]
+    tree = parse(text)
+    if tree is None:
+        return [explain_unreadable(text)]
+    found = [*find_undefined(tree), *find_unused_imports(tree)]
+    for node in ast.walk(tree):
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list):
+                found += find_in_block(statements)
+    return sorted(found)
+
+
+def find_in_block(statements):
+    """Of statements that follow each other: functions of one name, and what is never reached."""
+    found, defined, ended = [], {}, False
+    for statement in statements:
+        if ended:
+            found.append((statement.lineno, "never reached"))
+        ended = isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue))
+        # A decorator may mean it, as @property and @overload do.
+        if isinstance(statement, FUNCTIONS) and not statement.decorator_list:
+            if statement.name in defined:
+                first = defined[statement.name]
+                found.append((statement.lineno, f"{statement.name} again, first in line {first}"))
+            defined[statement.name] = statement.lineno
+    return found
+
+
+def bound_names(tree):
+    """All names that a file binds anywhere: this is generous, so that what is reported is true."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.split(".")[0])
+        elif isinstance(node, ast.ExceptHandler):
+            names.add(node.name)
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)):
+            names.add(node.name)
+        elif isinstance(node, ast.MatchMapping):
+            names.add(node.rest)
+    return names
+
+
+def find_undefined(tree):
+    """Names that are read and that the file binds nowhere."""
+    known = bound_names(tree) | set(dir(builtins))
+    known |= {"__file__", "__name__", "__doc__", "__path__", "__class__", "__module__"}
+    # After `from x import *` any name may be known.
+    if "*" in known:
+        return []
+    found = []
+    for node in ast.walk(tree):
+        # A folded expression is no identifier (world/untrusted.py).
+        if isinstance(node, ast.Name) and node.id not in known and node.id.isidentifier():
+            found.append((node.lineno, f"{node.id} is not defined"))
+    return found
+
+
+def find_unused_imports(tree):
+    """Names that are imported at the top and never read. A file with __all__ may hand them on."""
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if "__all__" in read or not all(name.isidentifier() for name in read):
+        return []
+    found = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                name = alias.asname or alias.name.split(".")[0]
+                # `import a as a` says that the name is meant for others.
+                if name not in read and name != "*" and alias.asname != alias.name:
+                    if getattr(node, "module", "") != "__future__":
+                        found.append((node.lineno, f"{name} is imported and not used"))
+    return found
