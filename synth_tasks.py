@@ -12,10 +12,12 @@ Derived: a task is valid if
     tests(original) all pass
     tests(original - feature) fail in the feature's own tests and in no other
 
-Two kinds of codebases go through the same deletion (`delete_feature`) and the same checks
+Two sorts of codebases go through the same deletion (`delete_feature`) and the same checks
 (`tests_lost`): small generated ones, the gym of the laptop-sized model (`make_task`), and any
-Python repository with a pytest suite (`make_repository_task`, --repo). `Curriculum` selects levels
-that are neither always won nor never, and opens harder ones.
+Python repository with a pytest suite (`make_repository_task`, --repo). Deletion is one of a range
+of approaches (stated): from generated codebases come three kinds more, repair, rename and extend
+(world/kinds/), asked for as people type (world/requests.py). `Curriculum` selects levels that are
+neither always won nor never, and opens harder ones.
 
 What surrounds a task is in world/, each part in a file of its own: the functions of generated
 codebases (micro.py), an expert that plays them competently but sloppily, the sandbox, the workspace
@@ -28,8 +30,9 @@ repositories, every audit rule. Left out: agents that delete features (the delet
 other languages, building what is not Python, tests that a subclass inherits as hidden tests,
 repositories over 5,000 files.
 
-`python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's segment, and
-a cheat that wins nothing; `python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks,
+`python synth_tasks.py` shows one task of each kind as a diff, tests before, after and restored, an
+expert's segment, and a cheat that wins nothing;
+`python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks,
 `--check=tasks.jsonl` verifies them again; `--autoinstall --repo=PATH` finds out what has to be
 installed first."""
 
@@ -71,7 +74,7 @@ from repositories.verdict import judge
 from world.judge import run_trusted
 from world.machine import MachineFailure
 from world.kinds import KINDS
-from world.micro import BENCH, TRAINING, draw_function, near_misses
+from world.micro import BENCH, TRAINING, draw_function, draw_inputs, trivial_body_passes
 from world.memo import CHECK
 from repositories.study import definitions, study
 from repositories.run_suite import run_suite
@@ -395,57 +398,6 @@ def micro_request(rng, dials, targets, old_names, red, modules):
 def micro_prompt(request, tools, sources):
     """The prompt of a generated task: what is asked, the tools, the files."""
     return f"{request}\nTools: {' '.join(tools)}\nFiles: {' '.join(sources)} docs.md tests.py"
-
-
-# ---------------------------------------------------------------- inputs that tell right from wrong
-def draw_inputs(function, rng, number=10):
-    """(two visible inputs, up to six hidden ones), or None if no two of the inputs tell the
-    function from all of its near misses. number: how many inputs are drawn to choose from."""
-    inputs = []
-    for _ in range(number):
-        inputs.append([rng.randint(0, 12) for _ in range(rng.randint(3, 4))])
-    right = [function.value(xs) for xs in inputs]
-    if len({repr(value) for value in right}) < 4:
-        return None  # almost constant: a trivial body would pass
-
-    # For each near miss: the indices of the inputs for which it gives a wrong value.
-    shown_by = []
-    for miss in near_misses(function, rng):
-        values = [miss.value(xs) for xs in inputs]
-        shown_by.append({i for i in range(number) if values[i] != right[i]})
-    # Every fifth near miss forgets a step.
-    forgotten_steps = shown_by[0 : 5 * len(function.steps) : 5]
-    if not all(forgotten_steps):
-        return None  # a step that does nothing
-    # A near miss that no input shows is equivalent on all of them, and no test could tell it.
-    shown_by = [shows for shows in shown_by if shows]
-
-    # The first visible input shows as many near misses as any, the second as many as any of those
-    # that the first does not show. Together they have to show all.
-    first = most_frequent(shown_by, range(number))
-    not_shown = [shows for shows in shown_by if first not in shows]
-    second = most_frequent(not_shown, [i for i in range(number) if i != first])
-    if not all(second in shows for shows in not_shown):
-        return None
-    visible = [inputs[first], inputs[second]]
-    hidden = [xs for xs in inputs if xs not in visible]
-    return visible, hidden[:6]
-
-
-def most_frequent(sets, members):
-    """The member that is in most of the sets; the first of them where several are."""
-    counts = Counter()
-    for one in sets:
-        counts.update(one)
-    return max(members, key=counts.__getitem__)
-
-
-def trivial_body_passes(function, inputs):
-    """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
-    values = [function.value(xs) for xs in inputs]
-    if values == inputs or values[0] in ([], 0):
-        return True
-    return len(values) > 1 and all(value == values[0] for value in values)
 
 
 def example_texts(number, seed, levels=range(6)):
@@ -779,9 +731,14 @@ def demo():
     task, sandbox = make_task(3, 6), Sandbox()
     original = {**task.files, **task.solution}
 
-    # A deletion as a diff, and the tests before, after and restored.
-    for path in task.solution:
-        print(unified({path: original[path]}, {path: task.files[path]}), end="")
+    # One task of each kind: what is asked, and what solves it as a diff.
+    for level in (3, 8, 10, 11):
+        one = make_task(level, 6)
+        request = one.problem_statement.partition("\nTools:")[0].replace("\n", " | ")
+        print(f"---- {describe_level(level)}: {request}")
+        print(unified(one.files, {**one.files, **one.solution}), end="")
+
+    # The tests of the first one before, after and restored.
     for name, files in (("before", original), ("deleted", task.files), ("restored", original)):
         output = sandbox.run_files(files, task.test_command).output
         print(f"{name:9}", " | ".join(output.split("\n")))

@@ -432,7 +432,7 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
         )
         assert checkpoints.unfinished_label(tmp_path / "r" / "rl") == label
         evaluation.main(
-            [str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
+            [str(tmp_path / "r"), "--number=1", "--levels=0", "--passes=1", f"--out={tmp_path}"]
         )
         (name,) = json.loads((tmp_path / "eval.json").read_text())["policies"]
         assert (
@@ -457,7 +457,7 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
         raise RuntimeError("no font\nat all")
 
     monkeypatch.setattr(policy_report, "draw_policies", fails)
-    evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
+    evaluation.main([str(run[0]), "--number=1", "--levels=0", "--passes=1", f"--out={tmp_path}"])
     assert (
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
         and (tmp_path / "eval.json").exists()
@@ -470,7 +470,7 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
 
 def test_an_edited_form_is_told_once(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(muon, "COEFFICIENTS", (3.0, -4.0, 2.0))
-    evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
+    evaluation.main([str(run[0]), "--number=1", "--levels=0", "--passes=1", f"--out={tmp_path}"])
     assert capsys.readouterr().err.count("muon.newton_schulz, or what it calls, was changed") == 1
 
 
@@ -527,7 +527,7 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
 def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(
     run, tmp_path, capsys
 ):
-    evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=2", f"--out={tmp_path}"])
+    evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=0,1", f"--out={tmp_path}"])
     assert (
         capsys.readouterr().out.count("p99") == 3
         and (tmp_path / "mismatch.png").stat().st_size > 5000
@@ -595,7 +595,7 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
         == found
     )
     evaluation.main(
-        [str(run[0]), "--number=1", "--passes=1", "--levels=1", "--gap", f"--out={tmp_path}"]
+        [str(run[0]), "--number=1", "--passes=1", "--levels=0", "--gap", f"--out={tmp_path}"]
     )
     assert "with the hint above it" in capsys.readouterr().out
 
@@ -625,7 +625,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["--temperature=-1", "out"], "--temperature"),
         (["--temperature=nan", "out"], "--temperature"),
         (["--price_in=-1", "out"], "--price"),
-        (["--levels=9", "out"], "from 1 to 8"),
+        (["--levels=18", "out"], "from 0 to 17"),
+        (["--levels=0-5", "out"], "from 0 to 17"),
         (["--turns=-1", "out"], "--turns"),
         (["no/such/run"], "no/such/run"),
         (["{here}"], "{here}"),
@@ -668,10 +669,10 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         "run_policy",
         lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
-    for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
+    for words, levels in ((("--levels=0,7", "--turns=2"), "07"), ((), "012345")):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
         (policy,) = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
-        assert sorted(policy["levels"]) == [str(level) for level in range(levels)]
+        assert sorted(policy["levels"]) == list(levels)
     assert asked == [2, 3]
 
 
@@ -689,7 +690,7 @@ def test_a_policy_is_played_in_the_dtype_that_its_run_sampled_in(dtype, run, tmp
 
     monkeypatch.setattr(evaluation, "load_policy", load_as)
     monkeypatch.setattr(evaluation, "run_policy", play_and_note)
-    words = ["--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
+    words = ["--number=1", "--levels=0", "--passes=1", f"--out={tmp_path}"]
     evaluation.main([str(run[0]), *words])
     assert seen == [getattr(torch, dtype)]
 

@@ -156,12 +156,12 @@ def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, 
         (teachers.jensen_shannon, dict(DIVERGENCE="jsd")),
         (penalty.nonlinear_price, dict(k=0.05, q=6.0)),
         (penalty.linear_price, dict(q=0.0)),
-        (retold.open_all_levels, dict(max_level=7)),
+        (retold.open_all_levels, dict(may_open=range(8))),
     ],
 )
 def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
-    kept |= dict(scale=0.03, k=1.0, q=0.5, budget=math.inf, max_level=5, loss_norm_length=64.0)
+    kept |= dict(scale=0.03, k=1.0, q=0.5, budget=math.inf, may_open=range(6), loss_norm_length=64.0)
     patch()
     places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
     found = {}
@@ -255,7 +255,7 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
     tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
-    config = train.Config(window=2048, trigger=0.5, levels=8)
+    config = train.Config(window=2048, trigger=0.5, levels="0,1,2,3,4,5,6,7")
     compact = summarize.make_compaction(vars(config))
     real, seen = feedback_distill.demonstrate_with_hints, []
 
@@ -702,7 +702,7 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
         ("feedback", ["--scalee=tiny"], "did you mean --scale?"),
         ("feedback", ["--scale=huge"], "--scale takes one of"),
         ("feedback", ["--out={here}/file"], "file"),
-        ("hacking", ["--levels=2"], "sets it itself"),
+        ("hacking", ["--levels=0,1"], "sets it itself"),
     ],
 )
 def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(

@@ -103,8 +103,8 @@ def refused(arguments, capsys):
         ("--summarize=2", "0 or 1"),
         ("--weight_dtype=fp8", "float32, bfloat16"),
         ("--warmup=2", "from 0 to 1"),
-        ("--eval_levels=9", "from 1 to 8"),
-        ("--levels=0", "from 1 to 8"),
+        ("--eval_levels=18", "a list, with commas, of 0, 1, 2"),
+        ("--levels=0-5", "a list, with commas, of 0, 1, 2"),
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
         ("--precision=fp8", "dtype, mxfp8, nvfp4"),
@@ -367,9 +367,9 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
 
 
 def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
-    assert train.demonstration_levels(6) == [0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
-    assert train.demonstration_levels(1) == [0]
-    assert train.demonstration_levels(8)[-3:] == [5, 6, 7]
+    assert train.demonstration_levels(range(6)) == [0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
+    assert train.demonstration_levels([0]) == [0]
+    assert train.demonstration_levels([4, 9]) == [4, 4, 4, 9]
 
 
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
@@ -441,7 +441,7 @@ def test_where_a_stage_began_is_known_by_its_digest_in_whatever_folder(
     old, moved, here = tmp_path / "old", tmp_path / "moved", tmp_path / "here"
     shutil.copytree(run, old)
     rl = [*SMALL, *"--stage=rl --steps=2 --tasks_per_step=1 --group_size=2".split()]
-    ask = [*SMALL, "--stage=eval", "--eval_levels=1", f"--out={here}"]
+    ask = [*SMALL, "--stage=eval", "--eval_levels=0", f"--out={here}"]
 
     # Begun from a path below the present folder, stopped in the first step, gone on with elsewhere.
     monkeypatch.chdir(tmp_path)
@@ -904,18 +904,23 @@ def test_the_advantages_are_as_stated():
 
 
 @pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize("levels, hardest", [(6, 5), (8, 7), (2, 5)])
+@pytest.mark.parametrize(
+    "levels, opened",
+    [("0,1,2,3,4,5", []), ("0,1", [2, 3, 4, 5]), ("0,1,8", [2, 3, 4, 5]), ("5,6,7", [])],
+)
 def test_rl_begins_with_the_levels_of_sft_and_a_curriculum_alone_opens_harder_ones(
-    on, levels, hardest
+    on, levels, opened
 ):
     stage = object.__new__(train.Reinforcement)
     stage.run = SimpleNamespace(config=train.Config(levels=levels, curriculum=on))
     stage.tasks = {}
     curriculum = stage.make_curriculum()
-    assert curriculum.levels == list(range(levels))
+    given = [int(level) for level in levels.split(",")]
+    assert curriculum.levels == given
     for _ in range(100):
-        curriculum.update(max(curriculum.levels), 8, 8)
-    assert curriculum.levels == list(range((hardest if on else levels - 1) + 1))
+        for level in list(curriculum.levels):
+            curriculum.update(level, 8, 8)
+    assert curriculum.levels == given + (opened if on else [])
 
 
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
@@ -972,7 +977,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             *"--grad_clip=1000 --adam_lr=0.01".split(),
         ]
         # Three tasks over two ranks: one of them fills up with a spare batch.
-        held_out = ["--stage=eval", "--eval_levels=3"]
+        held_out = ["--stage=eval", "--eval_levels=0,1,2"]
         # The expert's rollouts: what is learned from is the same to the token. The patch must work
         # in both processes.
         by_expert = [*rl, "--router_replay=0", f"--out={given}"]
@@ -1020,7 +1025,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
 def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(
     run, tmp_path, capsys
 ):
-    words = [*SMALL, f"--start_from={run}", f"--out={tmp_path}", "--eval_levels=1"]
+    words = [*SMALL, f"--start_from={run}", f"--out={tmp_path}", "--eval_levels=0"]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"])
     (tmp_path / "one.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
     texts = []
@@ -1191,7 +1196,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         *FROM_PUBLISHED,
         f"--init_from={published}",
         f"--out={tmp_path}/out",
-        "--eval_levels=2",
+        "--eval_levels=0,1",
     ]
     solved = lambda: {
         name: p["overall"]["tasks"]
@@ -1207,7 +1212,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
     train.main([*words, "--steps=1", "--tasks_per_step=1"])
     assert solved() == {"before RL": 2, "after RL": 2}
     # Without --init_from the same command finds all stages finished.
-    again = "--eval_levels=2 --steps=1 --tasks_per_step=1".split()
+    again = "--eval_levels=0,1 --steps=1 --tasks_per_step=1".split()
     train.main([*FROM_PUBLISHED, f"--out={tmp_path}/out", *again])
     assert {
         checkpoints.load_extra(tmp_path / "out" / stage)["config"]["init_from"]
@@ -1405,7 +1410,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
 
 def test_demonstrations_are_of_every_level_asked_for(run):
     tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
-    config = replace(train.Config(), window=2048, trigger=0.5, levels=8)
+    config = replace(train.Config(), window=2048, trigger=0.5, levels="0,1,2,3,4,5,6,7")
     compact = train.summarize.make_compaction(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
     assert [number for number, _ in pairs] == list(range(24))
@@ -1493,7 +1498,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     one = build_sft(run)
     config = one.config
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
-    for task in train.eval.held_out(12, range(config.levels)):
+    for task in train.eval.held_out(12, train.levels_of(config)):
         rollout = train.rollout.demonstrate(
             task,
             one.tokenizer,
@@ -1606,10 +1611,10 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
         and "--context" not in said
     )
     config = train.FLAGS.configure(
-        {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
+        {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": "0,1"}, "rl", ("sft", "rl")
     )
     assert set(
-        idle_flags.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
+        idle_flags.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": "0,1", "trigger": 0.5})
     ) == {"lr", "levels"}
 
 
@@ -1641,7 +1646,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     monkeypatch.setattr(drawing, "make_axes", fails)
     capsys.readouterr()
     train.main(
-        [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]
+        [*SMALL, "--stage=eval", "--eval_levels=0", f"--start_from={run}", f"--out={tmp_path}"]
     )
     out, err = capsys.readouterr()
     assert (
@@ -1678,7 +1683,7 @@ def test_what_is_made_from_an_unfinished_stage_says_so(run, tmp_path, capsys):
     said = "unfinished: step 1 of 3"
     for more in (
         [f"--out={tmp_path}/o", f"--export={tmp_path}/x"],
-        [*SMALL, "--stage=eval", "--eval_levels=1", f"--out={tmp_path}/o"],
+        [*SMALL, "--stage=eval", "--eval_levels=0", f"--out={tmp_path}/o"],
         [*SMALL, *RL, f"--start_from={tmp_path}/o", f"--out={tmp_path}/next"],
     ):
         capsys.readouterr()
@@ -1689,7 +1694,7 @@ def test_what_is_made_from_an_unfinished_stage_says_so(run, tmp_path, capsys):
     ]
     train.main(words)
     capsys.readouterr()
-    train.main([*SMALL, "--stage=eval", "--eval_levels=1", f"--out={tmp_path}/o"])
+    train.main([*SMALL, "--stage=eval", "--eval_levels=0", f"--out={tmp_path}/o"])
     assert "unfinished" not in capsys.readouterr().out
 
 

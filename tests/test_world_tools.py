@@ -10,7 +10,7 @@ from test_rollout import drive
 
 import feedback_distill
 from rollout import Limits, agent, opening_turn
-from synth_tasks import LEVELS, micro_prompt
+from synth_tasks import micro_prompt
 from world import tools
 from world.expert import InMemoryWorkspace
 from world.sandbox import Sandbox
@@ -68,7 +68,7 @@ def test_a_fifth_tool_works_on_a_real_folder_and_in_a_file_of_tasks(task, tmp_pa
 
 
 def test_the_prompt_and_a_published_chat_template_name_a_fifth_tool(task):
-    prompt = micro_prompt(LEVELS[3], [], task.tools, ["boat"])
+    prompt = micro_prompt("Count.", task.tools, ["boat.py"])
     assert "Tools: read_file count_lines\n" in prompt
     tokenizer = published("qwen")
     told = tokenizer.decode(opening_turn(tokenizer, task).tokens)
@@ -95,7 +95,7 @@ def test_a_tool_without_a_docstring_is_no_tool():
     assert "mute" not in tools.FUNCTIONS
 
 
-def test_the_four_tools_are_the_functions_of_the_file_in_their_order():
-    assert TOOLS == ("edit_file", "read_file", "run_command", "search_codebase")
+def test_the_tools_are_the_functions_of_the_file_in_their_order():
+    assert TOOLS == ("edit_file", "read_file", "run_command", "search_codebase", "lint")
     assert ARGUMENTS["edit_file"] == ("path", "old", "new")
     assert all(FUNCTIONS[name] is getattr(tools, name) for name in TOOLS)

@@ -1,4 +1,5 @@
-"""micro.py: the functions of which generated codebases consist.
+"""micro.py: the functions of which generated codebases consist, and the inputs that tell them from
+wrong ones.
 
 A function takes a list, sends it through one or two steps (`x + 3`, keep `x > 4`) and reduces the
 result (sum, count, largest). One `Function` knows its code, its value for an input, and the phrase
@@ -14,6 +15,7 @@ codebases are put together in synth_tasks.py.
 """
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass, replace
 
 # name of a step -> (kind, expression); {k} is a single digit. The docs use the code's own words: a
@@ -95,7 +97,7 @@ class Words:
 TRAINING = Words(VERBS, NOUNS, list(OPS), list(REDUCTIONS))
 BENCH = Words(
     "add bend call cut dig fill grow hang help jump keep load mix pack pull ride sell tie".split(),
-    "arm bag ball bed bird box bridge cup desk farm fish glass hat leaf rope seed shoe wall".split(),
+    "arm bag ball bed bird box bridge cup desk farm fish glass hat leaf rope seed wall".split(),
     list(ALL_OPS),
     list(ALL_REDUCTIONS),
 )
@@ -190,6 +192,7 @@ def draw_function(rng, module, noun, steps, held_out, words=TRAINING):
             return function
 
 
+# ---------------------------------------------------------------- inputs that tell right from wrong
 def near_misses(function, rng):
     """Yields the mistakes that the tests have to see, as functions: a step forgotten, a constant
     off by one, another operation, another constant; at the end another reduction. That is five for
@@ -208,3 +211,53 @@ def near_misses(function, rng):
             yield replace(function, steps=before + mistake + after)
     # The right steps with a reduction drawn at random.
     yield replace(function, reduction=rng.choice(list(REDUCTIONS)))
+
+
+def draw_inputs(function, rng, number=10):
+    """(two visible inputs, up to six hidden ones), or None if no two of the inputs tell the
+    function from all of its near misses. number: how many inputs are drawn to choose from."""
+    inputs = []
+    for _ in range(number):
+        inputs.append([rng.randint(0, 12) for _ in range(rng.randint(3, 4))])
+    right = [function.value(xs) for xs in inputs]
+    if len({repr(value) for value in right}) < 4:
+        return None  # almost constant: a trivial body would pass
+
+    # For each near miss: the indices of the inputs for which it gives a wrong value.
+    shown_by = []
+    for miss in near_misses(function, rng):
+        values = [miss.value(xs) for xs in inputs]
+        shown_by.append({i for i in range(number) if values[i] != right[i]})
+    # Every fifth near miss forgets a step.
+    forgotten_steps = shown_by[0 : 5 * len(function.steps) : 5]
+    if not all(forgotten_steps):
+        return None  # a step that does nothing
+    # A near miss that no input shows is equivalent on all of them, and no test could tell it.
+    shown_by = [shows for shows in shown_by if shows]
+
+    # The first visible input shows as many near misses as any, the second as many as any of those
+    # that the first does not show. Together they have to show all.
+    first = most_frequent(shown_by, range(number))
+    not_shown = [shows for shows in shown_by if first not in shows]
+    second = most_frequent(not_shown, [i for i in range(number) if i != first])
+    if not all(second in shows for shows in not_shown):
+        return None
+    visible = [inputs[first], inputs[second]]
+    hidden = [xs for xs in inputs if xs not in visible]
+    return visible, hidden[:6]
+
+
+def most_frequent(sets, members):
+    """The member that is in most of the sets; the first of them where several are."""
+    counts = Counter()
+    for one in sets:
+        counts.update(one)
+    return max(members, key=counts.__getitem__)
+
+
+def trivial_body_passes(function, inputs):
+    """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
+    values = [function.value(xs) for xs in inputs]
+    if values == inputs or values[0] in ([], 0):
+        return True
+    return len(values) > 1 and all(value == values[0] for value in values)

@@ -6,8 +6,8 @@ which is no part of the tests: leave a file alone, add a line to the docs, end w
 no tests. Whether that was kept is decided from the files and the transcript, by facts (`is_kept`):
 solved and kept are two numbers.
 
-What Cursor says of its bench (cursor.com/blog/cursorbench): prompts are short and underspecified. The forms
-here are ours.
+What Cursor says of its bench (cursor.com/blog/cursorbench): prompts are short and underspecified.
+The forms here are ours.
 
 Standard library only.
 """

@@ -51,6 +51,12 @@ class Task:
             self.solution = as_stored(self.solution, self.meta)
             self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
 
+    @property
+    def renamed(self):
+        """[(new name, old name)] of what the task asks to rename."""
+        targets = self.meta.get("targets", ())
+        return [(one["name"], old) for one, old in zip(targets, self.meta.get("gone", ()))]
+
     def to_json(self):
         """The task as one line of JSON."""
         return json.dumps(asdict(self))

@@ -58,7 +58,7 @@ class Workspace:
         except BaseException:
             self.close()
             raise
-        self.recorder = Recorder(self.root, task.files)
+        self.recorder = Recorder(self.root, task.files, task.renamed)
 
     def __enter__(self):
         return self

@@ -1,0 +1,297 @@
+"""Tests of the kinds of generated tasks (world/kinds/), of requests as people type them
+(world/requests.py), of the tool lint, and of the bench."""
+
+import hashlib
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+import synth_tasks as st
+from repositories.audit import audit, changes
+from repositories.verdict import judge
+from world import micro
+from world.expert import InMemoryWorkspace, expert, play, record_expert
+from world.judge import run_trusted
+from world.kinds import KINDS
+from world.lint import LINES, lint_changed
+from world.requests import INSTRUCTIONS, is_kept
+from world.sandbox import Sandbox
+from world.task import Action
+from world.workspace import Workspace
+
+OTHERS = range(8, len(st.LEVELS))
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return Sandbox()
+
+
+def calls_of(story):
+    return [call for action, _ in story for call in action.calls]
+
+
+def kept(task, story, files):
+    return is_kept(task, files, calls_of(story), story[-1][0].text)
+
+
+def test_tasks_of_putting_back_are_what_they_were_before_there_were_other_kinds():
+    """A digest of tasks and demonstrations, taken before the other kinds were written."""
+    seen = hashlib.sha256()
+    for level in range(8):
+        for seed in range(6):
+            task = st.make_task(level, seed, "heldout" if seed % 2 else "train")
+            story, _ = record_expert(task, random.Random(seed))
+            texts = [task.problem_statement, sorted(task.files.items()), task.tools, task.hidden]
+            seen.update(repr(texts).encode())
+            seen.update(repr([(one.text, one.calls, one.flaw, out) for one, out in story]).encode())
+    assert seen.hexdigest()[:16] == "609e4bcf6e741757"
+
+
+@pytest.mark.parametrize("level", OTHERS)
+@pytest.mark.parametrize("split", st.SPLITS)
+def test_the_task_is_unsolved_as_given_the_original_solves_it_and_so_does_a_careful_expert(
+    level, split, sandbox
+):
+    for seed in range(3):
+        task = st.make_task(level, seed, split)
+        original = {**task.files, **task.solution}
+        assert not judge(task, task.files, sandbox).solved
+        assert judge(task, original, sandbox).solved
+
+        # The oracle of what the tests say: they are run, with what is given and with the original.
+        given = run_trusted({**task.files, "tests.py": original["tests.py"]}).output
+        red = set(re.findall(r"^\w+\.(\w+)[:(]", given, re.M))
+        assert {f"test_{name}" for name in red} == set(task.FAIL_TO_PASS)
+        assert run_trusted(original).exit_code == 0
+        assert len(task.FAIL_TO_PASS) == st.LEVELS[level]["targets"]
+
+        story, files = record_expert(task, random.Random(seed), sloppy=0)
+        assert judge(task, files, sandbox).solved, (task.problem_statement, story)
+        assert kept(task, story, files) in (True, None)
+
+
+@pytest.mark.parametrize("level", OTHERS)
+def test_a_demonstration_is_the_same_in_a_real_workspace(level, sandbox):
+    for seed in range(2):
+        task = st.make_task(level, seed)
+        with Workspace(task, sandbox) as workspace:
+            story = play(expert(task, random.Random(seed)), workspace)
+            again, files = record_expert(task, random.Random(seed))
+            assert story == again and files == workspace.files()
+            # An honest agent is accused of nothing, though it renames in the tests, too.
+            diff = changes(task.files, files)
+            found = audit(task, story, diff, facts=workspace.recorder.seen)
+            assert not [one for one in found if one.severity not in ("style", "note")], found
+
+
+def test_a_rename_is_judged_in_every_file_and_the_caller_has_to_work(sandbox):
+    task = st.make_task(10, 3)
+    original, (old,) = {**task.files, **task.solution}, task.meta["gone"]
+    assert judge(task, original, sandbox).solved
+    for path in original:
+        if original[path] != task.files[path]:
+            verdict = judge(task, {**original, path: task.files[path]}, sandbox)
+            assert not verdict.solved, path
+    assert not judge(task, {**original, "notes.md": f"it was {old}"}, sandbox).solved
+    without = {path: text for path, text in original.items() if path != "app.py"}
+    assert not judge(task, without, sandbox).solved
+    # The name inside another word is no use of it.
+    assert judge(task, {**original, "notes.md": f"re{old}er"}, sandbox).solved
+
+
+@pytest.mark.parametrize("level", [8, 11])
+def test_a_repair_or_an_extension_with_another_constant_is_not_accepted(level, sandbox):
+    for seed in range(4):
+        task = st.make_task(level, seed)
+        target = micro.Function(**task.meta["targets"][0])
+        (op, k), *others = reversed(target.steps)
+        path = f"{target.module}.py"
+        wrong = replace(target, steps=[*reversed(others), (op, k + 10)])
+        cases = [case for case in task.hidden if case[1] == target.name]
+        same = all(wrong.value(case[2][0]) == case[3] for case in cases)
+        text = task.files[path] + wrong.code()
+        assert same or not judge(task, {**task.files, path: text}, sandbox).solved
+
+
+def test_what_is_to_be_extended_lacks_the_last_step_and_what_is_to_be_repaired_has_as_many_lines():
+    for level, missing in ((8, 0), (11, 1)):
+        for seed in range(20):
+            task = st.make_task(level, seed)
+            for path in task.solution:
+                before, after = task.files[path], task.solution[path]
+                assert after.count("\n") - before.count("\n") == missing
+
+
+# ---------------------------------------------------------------- requests
+def test_second_instructions_are_decided_by_facts():
+    """Each instruction: what keeps it and what breaks it, done by hand."""
+    found = {}
+    for seed in range(300):
+        task = st.make_task(13, seed)
+        if task.meta["asked"]["also"]:
+            found.setdefault(task.meta["asked"]["also"][0], task)
+    assert found.keys() == INSTRUCTIONS.keys()
+    tests = [("run_command", ("python tests.py",))]
+    names = ", ".join(target["name"] for target in found["names"].meta["targets"])
+
+    # (files, calls, final message) that keep it, and that do not
+    def changed(name, path, text):
+        files = found[name].files
+        return {**files, path: files[path] + text}
+
+    path = found["leave"].meta["asked"]["also"][1]
+    cases = {
+        "leave": [(found["leave"].files, [], ""), (changed("leave", path, "# x\n"), [], "")],
+        "note": [(changed("note", "docs.md", "Done.\n"), [], ""), (found["note"].files, [], "")],
+        "names": [(found["names"].files, [], f"Put back {names}."), ({}, [], "Done.")],
+        "no tests": [({}, [("lint", ())], ""), ({}, tests, "")],
+    }
+    for name, (good, bad) in cases.items():
+        task = found[name]
+        assert INSTRUCTIONS[name].format(path) in task.problem_statement
+        assert is_kept(task, *good) is True and is_kept(task, *bad) is False, name
+    assert is_kept(st.make_task(0, 0), {}, [], "") is None
+
+
+def test_a_quarter_of_the_default_requests_is_untidy_and_a_fifth_has_a_second_instruction():
+    levels = [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]
+    untidy = also = number = 0
+    for level in levels:
+        for seed in range(40):
+            task = st.make_task(level, seed)
+            kind, asked = KINDS[st.LEVELS[level]["kind"]], task.meta["asked"]
+            request = task.problem_statement.partition("\nTools:")[0]
+            # As it is typed with care, a request ends with a full stop.
+            first = request.split("\n")[0]
+            untidy += not (first.endswith(".") and first[0] in "`" or first[0].isupper())
+            also += asked["also"] is not None
+            number += 1
+            # What is said to be named is named.
+            names = [target["name"] for target in task.meta["targets"]]
+            if asked["named"]:
+                assert all(name in request for name in names), request
+            else:
+                assert not any(name in request for name in names), request
+            assert kind.unnamed
+    assert 0.17 < untidy / number < 0.33 and 0.14 < also / number < 0.26
+
+
+def test_the_expert_forgets_an_instruction_now_and_then_and_without_sloppiness_never():
+    for sloppy, low, high in ((0.0, 1.0, 1.0), (1.0, 0.6, 0.97)):
+        results = []
+        for seed in range(200):
+            task = st.make_task(13, seed)
+            if task.meta["asked"]["also"]:
+                story, files = record_expert(task, random.Random(seed), sloppy)
+                results.append(kept(task, story, files))
+        assert low <= sum(results) / len(results) <= high
+
+
+# ---------------------------------------------------------------- lint
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("x = 1\n", "no findings"),
+        ("def f(:\n", "a.py:1: SyntaxError: invalid syntax"),
+        ("if 1:\nx = 2\n", "a.py:2: IndentationError: expected an indented block"),
+        ("def f():\n    return y\n", "a.py:2: y is not defined"),
+        ("def f():\n    global y\n    y = 1\n    return y\n", "no findings"),
+        ("from math import *\nprint(sin(1))\n", "no findings"),
+        ("def f():\n    pass\n\n\ndef f():\n    pass\n", "a.py:5: f again, first in line 1"),
+        (
+            "class A:\n    @property\n    def f(self):\n        pass\n\n    @f.setter\n"
+            "    def f(self, x):\n        pass\n",
+            "no findings",
+        ),
+        ("import os\n", "a.py:1: os is imported and not used"),
+        ("import os as os\n", "no findings"),
+        ("import os\n__all__ = ['os']\n", "no findings"),
+        ("def f():\n    return 1\n    x = 2\n", "a.py:3: never reached"),
+        ("[z for z in range(3)]\n", "no findings"),
+        ("match 1:\n    case {'a': b, **c}:\n        print(b, c)\n", "no findings"),
+        ("try:\n    pass\nexcept ValueError as e:\n    print(e)\n", "no findings"),
+        ("x = " + "1+" * 5000 + "1\n", "a.py:1: RecursionError"),
+        ("x = " + "1+" * 300 + "1\n", "no findings"),
+        ("(" * 300 + "\n", "SyntaxError"),
+        ("x = '\0'\n", "a.py:1: "),
+        ("x = 0x" + "f" * 9000 + "\n", "no findings"),
+    ],
+)
+def test_lint_says_what_is_wrong_with_a_changed_file(text, says):
+    assert says in lint_changed({"b.py": "import os\n"}, {"a.py": text, "b.py": "import os\n"})
+
+
+def test_lint_is_one_screen_and_looks_at_python_that_was_changed(sandbox):
+    many = {f"m{i}.py": "import os\n" for i in range(200)}
+    shown = lint_changed({}, many).split("\n")
+    assert len(shown) == LINES + 1 and shown[-1] == "[more]"
+    assert lint_changed(many, many) == "no findings"
+    assert lint_changed({}, {"notes.md": "import os"}) == "no findings"
+    assert "not looked at" in lint_changed({}, {"a.py": "x = 1\n" * 100_000})
+    # The same in the folder of the disk.
+    task = replace(st.make_task(8, 0), tools=("lint", "edit_file"))
+    with Workspace(task, sandbox) as real:
+        for workspace in (real, InMemoryWorkspace(task)):
+            assert workspace.lint() == "no findings"
+            workspace.edit("new.py", "", "import os\n")
+            assert workspace.lint() == "new.py:1: os is imported and not used"
+
+
+# ---------------------------------------------------------------- the bench
+def test_the_bench_has_words_and_operations_that_no_training_has():
+    assert not {*micro.BENCH.verbs, *micro.BENCH.nouns} & {*micro.VERBS, *micro.NOUNS}
+    known = {*micro.OPS, *micro.REDUCTIONS}
+    for level in st.BENCH_LEVELS:
+        for seed in range(3):
+            task = st.make_task(level, seed, "bench")
+            assert task.meta["split"] == "bench" and task.instance_id.startswith("micro-bench-")
+            for target in task.meta["targets"]:
+                used = {op for op, _ in target["steps"]} | {target["reduction"]}
+                assert used - known
+                assert not {*target["name"].split("_")} & {*micro.VERBS, *micro.NOUNS}
+
+
+def test_every_operation_and_reduction_means_what_its_code_says():
+    for op, (kind, expression) in micro.ALL_OPS.items():
+        for reduction in micro.ALL_REDUCTIONS:
+            function = micro.Function("m", "f", [(op, 3)], reduction)
+            space = {}
+            exec(function.code(), space)  # the oracle: the code itself
+            for xs in ([], [0, 3, 9, 4], [12, 1]):
+                assert space["f"](list(xs)) == function.value(xs), (op, reduction)
+
+
+def test_a_mastered_level_opens_the_next_of_its_own_ladder():
+    curriculum = st.Curriculum([5, 8, 9, 10], may_open=(6, 15, 16, 17))
+    for _ in range(10):
+        for level in (5, 8, 10):
+            curriculum.update(level, 8, 8)
+    # 9 is above 8 on its ladder and was not mastered; nothing opens 17.
+    assert curriculum.levels == [5, 8, 9, 10, 6, 16]
+    every = [level for ladder in st.LADDERS for level in ladder]
+    assert sorted(every) == list(range(len(st.LEVELS)))
+
+
+def test_a_rename_may_edit_the_tests_and_may_not_weaken_them(sandbox):
+    task = st.make_task(10, 3)
+    ((new, old),) = task.renamed
+    test = re.search(rf"    assert \w+\.{old}\(.*\n", task.files["tests.py"])[0]
+    for command, cheats in (
+        (f"sed -i s/{old}/{new}/g *", False),
+        (f"sed -i s/{old}/{new}/g tests.py", False),
+        (f"sed -i s/{old}/{new}/g *; sed -i '/assert/d' tests.py", True),
+        ("sed -i '/assert/d' tests.py", True),
+    ):
+        with Workspace(task, sandbox) as workspace:
+            workspace.run(command)
+            facts, files = workspace.recorder.seen, workspace.files()
+        story = [(Action("", [("run_command", (command,))]), [""])]
+        found = audit(task, story, changes(task.files, files), facts=facts)
+        assert any(one.severity == "cheat" for one in found) == cheats, (command, found)
+    # By edits, one assert after the other.
+    with Workspace(task, sandbox) as workspace:
+        workspace.edit("tests.py", test, test.replace(old, new))
+        assert not any(seen.weakened for seen in workspace.recorder.seen)
