@@ -247,9 +247,9 @@ class Config:
     # ---- sft
     # number of different expert transcripts
     demos: int = flag(12000, stages="sft", at_least=1, tiny=64, gpu=20000)
-    # levels of the tasks of sft and of rl, with commas: rows of synth_tasks.LEVELS. 0 to 5: put back
-    # what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl may
-    # open harder ones
+    # levels of the tasks of sft and of rl, with commas: rows of synth_tasks.LEVELS. 0 to 5: put
+    # back what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl
+    # may open harder ones
     levels: str = flag("0,1,2,3,4,5,8,9,10,11,12,13", stages="sft rl", choices=LEVELS, several=True)
 
     # ---- rl
@@ -750,8 +750,8 @@ class Reinforcement(Source):
 
     # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # The levels that the curriculum may open. Level 6, beyond the evaluation's, made a laptop's RL a
-    # third longer.
+    # The levels that the curriculum may open. Level 6, beyond the evaluation's, made a laptop's RL
+    # a third longer.
     may_open = range(6)
 
     def __init__(self, run):
