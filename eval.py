@@ -210,17 +210,18 @@ def summarize_records(records):
     return result
 
 
-def summarize_levels(records):
-    """-> {level: the numbers of its records}"""
+def summarize_levels(records, order=None):
+    """-> {level: the numbers of its records}, in this order of levels (default: rising)"""
     levels = {}
     for record in records:
         levels.setdefault(record["level"], []).append(record)
-    return {level: summarize_records(levels[level]) for level in sorted(levels)}
+    order = [level for level in order or sorted(levels) if level in levels]
+    return {level: summarize_records(levels[level]) for level in order}
 
 
-def summarize_both(records):
-    """-> numbers of all these records, and by level"""
-    return {"overall": summarize_records(records), "levels": summarize_levels(records)}
+def summarize_both(records, order=None):
+    """-> numbers of all these records, and by level. order: of the levels"""
+    return {"overall": summarize_records(records), "levels": summarize_levels(records, order)}
 
 
 def summarize_policies(policies):
@@ -234,7 +235,7 @@ def summarize_policies(policies):
         rest = [record for record in records if record["split"] != "bench"]
         numbers["policies"][name] = summarize_both(rest or bench)
         if rest and bench:
-            numbers["policies"][name]["bench"] = summarize_both(bench)
+            numbers["policies"][name]["bench"] = summarize_both(bench, synth_tasks.BENCH_LEVELS)
 
     # Every other policy is compared with the first one.
     first, *others = policies

@@ -172,10 +172,37 @@ def annotate(ax, text, place, offset, **style):
 
 def draw_policies(numbers, folder):
     """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
-    the levels"""
+    the levels; bench.png, where there is a bench: what each policy knows of it"""
     policies = numbers["policies"]
     draw_effort(policies, Path(folder, "effort.png"))
     draw_score(policies, Path(folder, "score.png"))
+    benches = {name: policy["bench"] for name, policy in policies.items() if "bench" in policy}
+    if benches:
+        draw_bench(benches, Path(folder, "bench.png"))
+
+
+def draw_bench(benches, path):
+    """A row for each level of the bench, a point with its 95 % interval for each policy.
+    benches: {name: numbers of the bench, overall and by levels}"""
+    figure, ax = drawing.make_axes("What of the bench is solved?", "solved", "")
+    rows = list(next(iter(benches.values()))["levels"])
+    for number, (name, bench) in enumerate(benches.items()):
+        # The policies of a row stand one above the other.
+        shown = [(place, bench["levels"].get(level)) for place, level in enumerate(rows)]
+        shown = [(place, row) for place, row in shown if row]
+        places = [place - 0.25 + 0.5 * number / max(1, len(benches) - 1) for place, _ in shown]
+        solved = np.array([row["solved"] for _, row in shown])
+        low, high = np.array([row["interval"] for _, row in shown]).T
+        # Of few passes the interval may lie beside the share by a rounding error.
+        errors = np.maximum([solved - low, high - solved], 0)
+        label = f"{name}: {bench['overall']['solved']:.2f}"
+        ax.errorbar(solved, places, xerr=errors, fmt="o", capsize=2, label=label)
+    first = next(iter(benches.values()))["levels"]
+    ax.set_yticks(range(len(rows)), [first[level]["label"] for level in rows], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlim(-0.03, 1.03)
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 def draw_effort(policies, path):

@@ -14,6 +14,7 @@ from repositories import suite as suites
 from world.files import unified
 from repositories.mutants import list_changes, lost_names
 from repositories.source import file_of_test, find_test, function_of_test
+from world.requests import INSTRUCTIONS
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
 
@@ -93,6 +94,14 @@ def check_task(task):
     demand({"tests.py", "check.py"} <= task.files.keys())
     for module, name, words, _ in task.hidden + task.meta["visible"]:
         demand(isinstance(module + name, str) and isinstance(words, list) and words)
+    # Beside the tests: names that must be gone, and a second instruction.
+    demand(all(isinstance(name, str) and name for name in task.meta.get("gone", ())))
+    also = task.meta.get("asked", {}).get("also")
+    if also:
+        name, path = also
+        demand(name in INSTRUCTIONS and (name != "leave" or path in task.files))
+        demand(name != "names" or all(isinstance(one["name"], str) for one in task.meta["targets"]))
+        demand(name != "note" or "docs.md" in task.files)
 
 
 def check_repository_task(task):

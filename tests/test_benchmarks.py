@@ -207,3 +207,25 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     decoding = [row for row in rows if row["table"].startswith("decoding")]
     assert [row["rows"] for row in decoding if row["what"] == "ours"] == [1, 32, 128, 256]
     assert all(f"| {name} |" in text for name in ("MFU %", "planner GB", "floor ms"))
+
+
+def test_the_sizes_of_tasks_are_counted_and_shown_beside_those_of_a_file(
+    tmp_path, monkeypatch, capsys
+):
+    from benchmarks import task_sizes
+    from synth_tasks import make_task
+    from world.task import Task
+
+    # By hand: one line taken away, two added.
+    files, solution = {"a.py": "x = 1\ny = 2\n", "b.md": "text\n"}, {
+        "a.py": "x = 1\nz = 3\nw = 4\n"
+    }
+    task = Task("t", "Do it.", files, solution)
+    assert list(task_sizes.measure_task(task).values()) == [6, 2, 2, 3]
+    (tmp_path / "mine.jsonl").write_text(make_task(1, 0).to_json() + "\n")
+    monkeypatch.chdir(tmp_path)
+    task_sizes.main(["mine.jsonl"])
+    out = capsys.readouterr().out
+    assert "mine" in out and "bench" in out and (tmp_path / "out/task_sizes.png").exists()
+    with pytest.raises(SystemExit):
+        task_sizes.main(["none.jsonl"])

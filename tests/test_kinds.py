@@ -10,6 +10,7 @@ import pytest
 
 import synth_tasks as st
 from repositories.audit import audit, changes
+from repositories.task_file import read_tasks
 from repositories.verdict import judge
 from world import micro
 from world.expert import InMemoryWorkspace, expert, play, record_expert
@@ -18,7 +19,7 @@ from world.kinds import KINDS
 from world.lint import LINES, lint_changed
 from world.requests import INSTRUCTIONS, is_kept
 from world.sandbox import Sandbox
-from world.task import Action
+from world.task import Action, Refusal
 from world.workspace import Workspace
 
 OTHERS = range(8, len(st.LEVELS))
@@ -295,3 +296,25 @@ def test_a_rename_may_edit_the_tests_and_may_not_weaken_them(sandbox):
     with Workspace(task, sandbox) as workspace:
         workspace.edit("tests.py", test, test.replace(old, new))
         assert not any(seen.weakened for seen in workspace.recorder.seen)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"gone": [3]},
+        {"gone": [""]},
+        {"asked": {"also": ["leave", "none.py"]}},
+        {"asked": {"also": ["dance", ""]}},
+        {"asked": {"also": ["names", ""]}, "targets": [{"name": 4}]},
+        {"asked": {"also": 7}},
+        {"asked": 7},
+    ],
+)
+def test_a_strangers_task_with_such_an_instruction_is_refused(meta, tmp_path):
+    task = st.make_task(13, 0)
+    (tmp_path / "good.jsonl").write_text(task.to_json() + "\n")
+    assert read_tasks(tmp_path / "good.jsonl")[0].meta["asked"] == task.meta["asked"]
+    task.meta.update(meta)
+    (tmp_path / "bad.jsonl").write_text(task.to_json() + "\n")
+    with pytest.raises(Refusal, match="line 1 is no task"):
+        read_tasks(tmp_path / "bad.jsonl")
