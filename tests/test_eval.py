@@ -103,6 +103,10 @@ def line(
         sampled=sampled,
         turns=turns,
         bad_tools=bad,
+        calls=2 * turns,
+        split="heldout",
+        label="",
+        kept=None,
         cost=cost,
         effort=effort,
         summaries=summaries,
@@ -139,6 +143,7 @@ def test_a_summary_of_hand_made_records():
         pytest.approx(5 / 6),
     )
     assert (s["wrong_calls_per_turn"], s["bad_tool"]) == (3 / 18, pytest.approx(2 / 6))
+    assert s["calls_per_turn"] == 2 and "kept" not in s
     assert (
         s["pass@1"] == pytest.approx((1 + 0.5 + 0) / 3)
         and s["pass@2"] == pytest.approx((1 + 1 + 0) / 3)
@@ -169,6 +174,33 @@ def test_levels_are_summarised_apart():
         25,
         150,
     )
+
+
+def test_the_bench_and_second_instructions_are_numbers_of_their_own(tmp_path):
+    bench = [
+        dict(RECORDS[i], split="bench", level=level, label=label, kept=kept)
+        for i, level, label, kept in (
+            (0, 14, "put back 8", None),
+            (1, 8, "repair 1", True),
+            (2, 8, "repair 1", False),
+        )
+    ]
+    policies = {"one": RECORDS + bench, "two": bench + RECORDS}
+    numbers = evaluation.summarize_policies(policies)
+    for policy in numbers["policies"].values():
+        assert policy["overall"] == evaluation.summarize_records(RECORDS)
+        assert policy["bench"]["overall"]["solved"] == pytest.approx(2 / 3)
+        assert policy["bench"]["overall"]["kept"] == 0.5
+        # The rows stand in the bench's own order.
+        assert list(policy["bench"]["levels"]) == [14, 8]
+    text = policy_report.write_report(numbers, tmp_path, "eval.json")
+    assert "bench: 2 tasks x 2" in text and "level 8: repair 1" in text
+    rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
+    assert rows["second instructions kept"] == ["0.500", "0.500"]
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    # Of the bench alone there is one table.
+    alone = evaluation.summarize_policies({"one": bench})["policies"]["one"]
+    assert "bench" not in alone and list(alone["levels"]) == [8, 14]
 
 
 def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
