@@ -149,20 +149,6 @@ def declared(files):
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named), *lists]
 
 
-# what a shell would do, and what is no test
-UNWANTED = re.compile(
-    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b"
-)
-
-
-def stated(files):
-    """Python commands that the build files or the README run."""
-    for _, line in suites.command_lines(files):
-        line = re.sub(r"\{posargs[^}]*\}", "", line).strip()
-        if re.match(r"(python3?|py\.?test)\b", line) and not UNWANTED.search(line):
-            yield re.sub(r"^py\.?test", "python -m pytest", line).replace("python3", "python")
-
-
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
     test_file = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$")
@@ -180,11 +166,11 @@ def propose(files):
             modules.append(name)
     modules.sort(key=lambda name: name.count("."))
 
-    # Where no file is named as pytest names tests, the authors' build files say how they are run.
-    plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
+    # Where no file is named as pytest names tests, those that hold tests are.
+    plan, others = suites.configured_plan(files), suites.other_plans(files)
     named_so = any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
-    if stated_ones and not named_so:
-        plan = stated_ones[0][0]
+    if others and not named_so:
+        plan = others[0][0]
     suite = suites.test_command(plan)
 
     def test_run(plan, more=()):
@@ -192,13 +178,9 @@ def propose(files):
         plan = replace(plan, options=[*plan.options, *more])
         return Proposal(suites.test_command(plan), "pass", plan=plan)
 
-    # The commands, the most telling first: the suite, the authors' own lines, imports, test files,
-    # the modules' documentation, single tests. Ten of them are kept.
+    # The commands, the most telling first: the suite, imports, test files, the modules'
+    # documentation, single tests. Ten of them are kept.
     found = [test_run(plan), Proposal(f"{suite} --collect-only", "list the tests", "::")]
-    for line in list(stated(files))[:3]:
-        stated_plan = suites.plan_of_command(line, files)
-        says = "pass" if stated_plan else "end well"
-        found.append(Proposal(line, says, plan=stated_plan))
     for name in modules[:4]:
         command = f"python -c 'import {name}; print({name}.__name__)'"
         found.append(Proposal(command, f"print {name}", name))

@@ -299,7 +299,7 @@ def note_tests(files, found, stable, touched):
 
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
-    configuration, or what the authors' build files say. A Refusal tells why there is no such plan.
+    configuration, or files that hold tests by other names. A Refusal tells why there is no such plan.
 
     Adds to `files` the extensions that a build has compiled, where the suite needs them."""
     # By pytest's own configuration.
@@ -323,16 +323,15 @@ def find_plan(repo, files, sandbox):
         uncollected = sum("::" not in where for where in one["errors"])
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
-    # Where much fails, try what the authors' build files say, until one plan is healthy.
-    best, plans = answer, suites.stated_plans(files)[:6]
-    while plans and not healthy(best):
-        plan, where = plans.pop(0)
-        if plan == answer["plan"]:
-            continue
+    # Where much fails, try the files that hold tests, until one plan is healthy.
+    best = answer
+    for plan, why in suites.other_plans(files):
+        if healthy(best):
+            break
         other = run_suite(files, sandbox, limit=False, plan=plan)
         if passed(other) > passed(best):
             best = other
-            best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+            best["plan"] = replace(plan, said=[*plan.said, why])
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
 

@@ -1,4 +1,4 @@
-"""How the authors of a repository run its tests.
+"""How the suite of a repository is run.
 
 Functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it, and so
 do the study before tasks are made and the command that a task tells the agent. Ours, after what
@@ -8,6 +8,7 @@ repositories/refusals.py, what an installation adds by repositories/editable.py.
 
 import configparser
 import importlib.util
+import os
 import re
 import shlex
 import tomllib
@@ -152,27 +153,16 @@ def plan_of_task(meta):
         return None
 
     # A file of tasks may come from a stranger: only known fields are taken, each of its type.
-    lists, texts = ("options", "paths"), ("config", "folder")
-    refusal = ValueError("no plan of a suite")
-    if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
-        raise refusal
-    if type(meta.get("rewrite", True)) is not bool:
-        raise refusal
-
-    # Lists of words that a command line can hold.
-    for name in lists:
-        words = meta.get(name, [])
-        if type(words) is not list:
-            raise refusal
-        if not all(type(word) is str and "\0" not in word for word in words):
-            raise refusal
-
-    # Paths that do not lead out of the tree.
-    for name in texts:
-        text = meta.get(name, "")
-        if type(text) is not str or text.startswith("/") or ".." in PurePosixPath(text).parts:
-            raise refusal
-    return Plan(**meta)
+    default = Plan()
+    is_plan = type(meta) is dict and meta.keys() <= default.to_meta().keys()
+    if is_plan and all(type(value) is type(getattr(default, name)) for name, value in meta.items()):
+        # Words that a command line can hold, and paths that do not lead out of the tree.
+        plan = Plan(**meta)
+        places, words = [plan.config, plan.folder], [*plan.options, *plan.paths]
+        if all(type(word) is str and "\0" not in word for word in [*places, *words]):
+            if not any(one.startswith("/") or ".." in PurePosixPath(one).parts for one in places):
+                return plan
+    raise ValueError("no plan of a suite")
 
 
 # ---------------------------------------------------------------- what the configuration says
@@ -393,184 +383,27 @@ def first_group(pattern, texts):
     return ""
 
 
-# ---------------------------------------------------------------- what tox, make, CI and others run
-COMMAND_FILES = re.compile(
-    r"^(tox\.ini|setup\.cfg|pyproject\.toml|noxfile\.py|Makefile|makefile|GNUmakefile"
-    r"|justfile|Justfile|setup\.py|\.travis\.yml"
-    r"|\.gitlab-ci\.yml|azure-pipelines\.yml|appveyor\.yml|\.appveyor\.yml"
-    r"|\.github/workflows/[^/]*|\.circleci/config\.yml"
-    r"|(scripts?|bin|ci)/[^/]*test[^/]*|[^/]*test[^/]*\.sh|README[^/]*|CONTRIBUTING[^/]*)$"
-)
-RUNNERS = re.compile(
-    r"\b(py\.?test|unittest|nose(tests|2)?|python[\d.]*\s+\S*tests?\S*\.py|setup\.py\s+test)\b"
-)
+# ---------------------------------------------------------------- tests that pytest does not find
+HOLDS_TESTS = re.compile(r"^\s*(async )?def test_|^class \w+\(.*TestCase", re.M)
 
 
-# what may precede a command in a line of a build file: a prompt, a dash of a list, a key
-LINE_HEAD = re.compile(
-    r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?" r"\s*[:=]?\s*[-@|]*\s*"
-)
-
-
-def command_lines(files):
-    """(path, line) of every line of the build files that may hold a command; stated_plans keeps
-    those that run tests."""
-    # Where the authors are most likely to say it comes first; prose (README) comes last.
-    order = ("tox.ini", "noxfile.py", "pyproject.toml", "setup.cfg", "Makefile", "setup.py")
-
-    def rank(path):
-        place = order.index(path) if path in order else len(order)
-        return place, path.startswith(("README", "CONTRIB")), path
-
-    for path in sorted((path for path in files if COMMAND_FILES.match(path)), key=rank):
-        # A command may go on in the next line. Each kind of file writes commands in its own way.
-        text = files[path].replace("\\\n", " ")
-        if path == "noxfile.py":
-            for call in re.findall(r"session\.run\(([^)]*)\)", text, re.S):
-                words = re.findall(r"['\"]([^'\"]+)['\"]", call)
-                yield path, shlex.join(words)
-        elif path == "setup.py":
-            if match := re.search(r"test_suite\s*=\s*['\"]([\w.]+)['\"]", text):
-                yield path, f"python -m unittest {match[1]}"
-        elif path.endswith(".toml"):
-            for line in re.findall(r"=\s*(?:\[\s*)?[\"'](.*?)[\"']\s*[\],}]*\s*$", text, re.M):
-                yield path, line
-        else:
-            for line in text.split("\n"):
-                yield path, LINE_HEAD.sub("", line).strip("`'\" ")
-
-
-def stated_plans(files):
-    """[(Plan, where it is said)] of the commands by which the authors run their tests."""
-    # Each command that starts a known runner, once.
-    plans = []
-    for path, line in command_lines(files):
-        if not RUNNERS.search(line):
-            continue
-        folder = ""
-        # One line may hold several commands, and a `cd` before them.
-        for part in re.split(r"&&|;|\|\|?", line):
-            words = words_of(part)
-            if words[:1] == ["cd"] and len(words) == 2:
-                folder = words[1].strip("./")
-                continue
-            found = plan_in_folder(part.strip(), files, folder)
-            if found and all(found != plan for plan, _ in plans):
-                plans.append((found, f"`{part.strip()[:80]}` in {path}"))
-
-    # Last, files that hold tests and are named like tests, though not by pytest's own pattern.
-    named = sorted(
-        path
-        for path in files
-        if re.search(r"(^|/)(tests?|unit_?tests?|[^/]*tests|test[^/_][^/]*)\.py$", path, re.I)
-        and path.count("/") < 3
-        and re.search(r"^\s*(def test|class \w+.*TestCase)", files[path], re.M)
-    )
-    if named:
-        plan = configured_plan(files)
-        plan.paths = named
-        plans.append((plan, f"the name of {named[0]}"))
-    return plans
-
-
-def plan_in_folder(line, files, folder):
-    """The Plan of a command line that is given in a folder of the repository, or None."""
-    if not folder:
-        return plan_of_command(line, files)
-    # The command sees this folder as its root.
-    top = folder + "/"
-    inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
-    plan = plan_of_command(line, inner)
-    if plan is None:
-        return None
-    plan.folder = folder
-    plan.config = top + plan.config if plan.config else configured_plan(files).config
-    return plan
-
-
-def plan_of_command(line, files):
-    """The Plan of one command line that runs tests, or None."""
-    # Defaults of tox's {posargs} are kept; every other variable, of a shell or of make, is dropped.
-    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
-    line = re.sub(r"(\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+)/?|\\$", " ", line)
-    runner, rest = runner_of(words_of(line))
-
-    # A path counts only if the repository has it.
-    folders = set()
-    for path in files:
-        folders.update(str(parent) for parent in PurePosixPath(path).parents)
-
-    def present(word):
-        return word in files or word.rstrip("/") in folders or word in (".", "./")
-
-    def tidy(word):
-        return word.removeprefix("./").rstrip("/") or "."
-
-    # Each runner has its own way to say what is collected.
+def other_plans(files):
+    """[(Plan, what it does)] for a suite that pytest does not run by itself: it collects every file
+    that holds tests, whatever the file is called, and starts at the root or in their own folder."""
+    paths = [
+        path for path in sorted(files) if path.endswith(".py") and HOLDS_TESTS.search(files[path])
+    ]
+    if not paths:
+        return []
     plan = configured_plan(files)
-    if runner in ("pytest", "py.test"):
-        kept, _ = keep_options(rest)
-        for group in grouped(kept, present):
-            if group[0].startswith("-"):
-                plan.options += group
-            elif present(tidy(group[0].partition("::")[0])):
-                plan.paths.append(tidy(group[0]))
-        return plan
-    if runner == "unittest":
-        return unittest_plan(plan, rest, present)
-    plan.paths = [tidy(word) for word in rest if present(tidy(word))]
-    return plan if runner and (plan.paths or runner != "FILE") else None
+    plans = [(replace(plan, paths=paths), f"the files with tests are named ({paths[0]} and so on)")]
 
-
-def runner_of(words):
-    """(the program of a command that runs tests, the words behind it); ("", []) where there is
-    none. What stands in front of it does not count: an environment, `poetry run`, `python -m`,
-    `coverage run`. FILE is a test module that Python is given as a file; pytest collects it."""
-    for place, word in enumerate(words):
-        if word in ("install", "add", "download"):
-            break
-        name = word.rpartition("/")[2]
-        if name in ("pytest", "py.test", "unittest", "nosetests", "nose", "nose2", "trial"):
-            return name, words[place + 1 :]
-        by_python = not place or any(re.search(r"python|^run$", one) for one in words[:place])
-        if by_python and name.endswith(".py") and "test" in name.lower():
-            return "FILE", [word]
-    return "", []
-
-
-def unittest_plan(plan, words, present):
-    """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
-    # What the words say: where to start, a pattern of file names, names of modules. Values of
-    # options that do not matter here are dropped.
-    folder, pattern, names, words = "", "", [], list(words)
-    while words:
-        word = words.pop(0)
-        if word in ("-s", "--start-directory") and words:
-            folder = words.pop(0)
-        elif word in ("-p", "--pattern") and words:
-            pattern = words.pop(0)
-        elif word in ("-t", "--top-level-directory", "-k") and words:
-            words.pop(0)
-        elif not word.startswith("-") and word != "discover":
-            names.append(word)
-
-    # A name is a file, a module, a package, or a class in a module.
-    for name in names:
-        dotted = name.replace(".", "/")
-        for path in (name, dotted + ".py", dotted, dotted.rpartition("/")[0] + ".py"):
-            if present(path.rstrip("/")):
-                plan.paths.append(path.rstrip("/"))
-                break
-
-    # A folder to start from. unittest's own pattern, test*.py, holds wherever a folder is searched.
-    folder = folder and (folder.rstrip("/").removeprefix("./") or ".")
-    if folder and present(folder):
-        plan.paths.append(folder)
-    if pattern:
-        plan.options += ["-o", f"python_files={pattern}"]
-    elif not plan.paths or any(not path.endswith(".py") for path in plan.paths):
-        plan.options += ["-o", "python_files=test*.py"]
-    return plan
+    # The folder that holds all of them: what they open may stand beside them.
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    if folder:
+        inner = [path.removeprefix(folder + "/") for path in paths]
+        plans.append((replace(plan, folder=folder, paths=inner), f"they are started in {folder}"))
+    return plans
 
 
 def test_command(plan, left_out=(), ignored=(), known=()):

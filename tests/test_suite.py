@@ -324,100 +324,34 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
     ) and "m" in repo_files.importable({"m.py": ""})
 
 
-@pytest.mark.parametrize(
-    "build, command",
-    [
-        (
-            {
-                "tox.ini": "[testenv]\ncommands =\n    coverage run -m unittest discover -s checks -p 'check*.py'\n"
-            },
-            "checks",
-        ),
-        (
-            {
-                "Makefile": "check:\n\t@$(PYTHON) checks/check_price.py\n\ntest:\n\tpython -m pytest checks/check_price.py\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                ".github/workflows/ci.yml": "jobs:\n  t:\n    steps:\n      - run: python -W error -m unittest checks.check_price -v\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "pyproject.toml": '[tool.hatch.envs.test.scripts]\nrun = "pytest checks/check_price.py {args}"\n'
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "setup.py": "from setuptools import setup\nsetup(name='shop', test_suite='checks.check_price')\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "noxfile.py": "def tests(session):\n    session.run('pytest', 'checks/check_price.py', '-q')\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {"setup.cfg": "[aliases]\ntest = pytest checks/check_price.py\n"},
-            "checks/check_price.py",
-        ),
-    ],
+UNIT = (
+    "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n"
+    "    def test_gross(self):\n        self.assertEqual(gross(10), 12)\n"
 )
-def test_how_the_authors_run_tests_that_pytest_does_not_find_is_read_from_their_build_files(
-    build, command
-):
-    unit = (
-        "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n    def test_gross(self):\n"
-        "        self.assertEqual(gross(10), 12)\n"
-    )
-    files = {
-        "shop/__init__.py": "",
-        "shop/price.py": CODE,
-        "checks/__init__.py": "",
-        "checks/check_price.py": unit,
-        **build,
-    }
-    plans = [plan for plan, _ in suites.stated_plans(files)]
-    assert plans and any(command in plan.paths for plan in plans)
 
 
-def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
-    files = {
-        "price.py": CODE,
-        "test.py": TEST.replace("shop.price", "price")
-        + "\n\nif __name__ == '__main__':\n    test_gross()\n",
-        "Makefile": "test:\n\tpython test.py\n",
-    }
-    said = []
-    found = study.study(write(files, tmp_path / "shop"), None, 60, said.append)
-    assert (
-        found.plan.paths == ["test.py"]
-        and len(found.stable) == 2
-        and "`python test.py` in Makefile" in "\n".join(said)
-    )
-    assert autoinstall.propose(files)[0].command == "python -m pytest -q test.py"
+@pytest.mark.parametrize("path", ["checks/check_price.py", "test.py", "shop/tests/prices.py"])
+@pytest.mark.parametrize("text", [TEST, UNIT], ids=["functions", "unittest"])
+def test_tests_that_pytest_does_not_find_by_their_names_are_found_by_what_they_hold(path, text):
+    files = {"shop/__init__.py": "", "shop/price.py": CODE, path: text}
+    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+    assert answer["plan"].paths == [path] and path in "\n".join(answer["plan"].said)
+    assert names(answer["outcomes"])["test_gross"] == "passed"
+    assert autoinstall.propose(files)[0].command == f"python -m pytest -q {path}"
 
 
-def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
+def test_a_suite_that_is_started_in_its_own_folder_is_started_there():
+    reading = TEST.replace("12\n", "int(open('twelve.txt').read())\n")
     files = {
         **BASE,
-        "checks/price_checks.py": TEST.replace("8\n", "int(open('eight.txt').read())\n"),
-        "checks/eight.txt": "8",
-        "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
+        "checks/price_checks.py": reading.partition("\n\n\ndef test_twice")[0] + "\n",
+        "checks/twelve.txt": "12",
     }
     del files["tests/test_price.py"]
     answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
-    assert answer["outcomes"] == dict.fromkeys(
-        ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
-    )
-    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_twice"])
-    assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
+    assert answer["outcomes"] == {"checks/price_checks.py::test_gross": "passed"}
+    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_gross"])
+    assert again["outcomes"] == answer["outcomes"]
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
     assert run_suite.is_green(
