@@ -13,25 +13,15 @@ inherits, repositories of more than 5,000 files.
 """
 
 import ast
-import functools
 import importlib.util
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from repositories import editable, suite as suites
-from repositories.repo_files import (
-    JUNK,
-    MOST_BYTES,
-    PROTECTED,
-    copy_repository,
-    importable,
-    packages,
-    sources,
-)
-from repositories.refusals import explain_error, missing_module, no_tests, suite_fails, too_slow
+from repositories.repo_files import PROTECTED, copy_repository, sources
+from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
 from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
@@ -160,7 +150,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     for line in plan.said:
         say(f"{name}: {line}")
     for path in ignored[:3]:
-        why = explain_error(path, first["errors"][path], files, packages(files), repo)
+        why = explain_error(path, first["errors"][path], files, repo)
         say(f"{name}: not collected: {why}")
 
     # 6) Find out which modules can be imported: a deletion must not change that.
@@ -176,7 +166,10 @@ def refuse_unusable(repo, files):
     """Raises a Refusal where this Python cannot run the suite at all."""
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
-    for name in sorted(modules_of_pytest() & set(importable(files))):
+    for name in sorted(suites.RUNNERS):
+        ends = f"{name}.py", f"{name}/__init__.py", f"src/{name}/__init__.py"
+        if not files.keys() & set(ends):
+            continue
         raise Refusal(
             f"{repo}: it is {name}, which pytest itself runs on: without a feature of it no test "
             "could be run: use another repository"
@@ -186,15 +179,6 @@ def refuse_unusable(repo, files):
             f"this Python is in {sys.prefix}, and the sandbox shows nothing of "
             f"{hidden_place(sys.prefix)}: use a Python or a virtual environment elsewhere"
         )
-
-
-@functools.lru_cache(1)
-def modules_of_pytest():
-    """Top-level names of what pytest imports, but for the standard library."""
-    code = "import pytest, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-    tops = {name.partition(".")[0] for name in done.stdout.split()}
-    return tops - set(sys.stdlib_module_names) | {"pytest", "_pytest"}
 
 
 def run_many_times(repo, files, sandbox, first, time_limit):
@@ -300,20 +284,11 @@ def note_tests(files, found, stable, touched):
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
     configuration, or files that hold tests by other names. A Refusal tells why there is no such plan.
-
-    Adds to `files` the extensions that a build has compiled, where the suite needs them."""
+    """
     # By pytest's own configuration.
     answer = run_suite(files, sandbox, limit=False)
     if answer.get("timed_out"):
         raise Refusal(too_slow(repo, answer, sandbox.time_limit))
-
-    # Once more with what only a build writes, where the suite missed it.
-    built = built_files(repo, files, answer)
-    if built:
-        files.update(built)
-        answer = run_suite(files, sandbox, limit=False)
-        line = f"taken as a build leaves it: {', '.join(sorted(built))}"
-        answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
 
     def passed(one):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
@@ -341,29 +316,6 @@ def find_plan(repo, files, sandbox):
     if passed(run_suite(files, sandbox, limit=False, plan=plain)) >= passed(best):
         best["plan"] = plain
     return best
-
-
-def built_files(repo, files, answer):
-    """{path: text} of the extensions that were compiled in place, where a suite asked in vain for a
-    module of the repository. None of them holds any Python that could be deleted."""
-    own = set(importable(files))
-    texts = [*answer["errors"].values(), answer["said"]]
-    if not any(missing_module(text).partition(".")[0] in own for text in texts):
-        return {}
-
-    # copy_repository leaves them out as JUNK. One beside a Python source of its name is not taken:
-    # it could hold that code.
-    found = {}
-    for place in sorted(Path(repo).rglob("*.so")):
-        path = place.relative_to(repo).as_posix()
-        folder = path.rpartition("/")[0] + "/"
-        # shop/_fast.cpython-311.so would stand beside shop/_fast.py
-        source = path.removesuffix(place.name) + place.name.partition(".")[0] + ".py"
-        if JUNK.search(folder) or source in files or not place.is_file():
-            continue
-        if place.stat().st_size < MOST_BYTES:
-            found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
-    return found
 
 
 def module_names(files, ran):

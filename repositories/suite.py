@@ -64,6 +64,9 @@ VALUED = set("""
     --workers -W -c -k -m -n -o -p -r
     """.split())
 
+# Packages that run the tests. Neither a repository nor a submission may bring one of them.
+RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
+
 # Each plugin with the fixtures, marks and options that it provides. Only known names are listed: a
 # package whose name was guessed is a stranger's code.
 PROVIDED = """

@@ -35,10 +35,6 @@ def judge(task, files, sandbox):
     return judge_generated(task, files, sandbox)
 
 
-# Packages that run the tests: a submission must not bring a module of such a name.
-RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
-
-
 def submitted(task, files):
     """The part of a submission that is judged: the files that the feature lives in, and new files
     that take no other file's place.
@@ -52,7 +48,7 @@ def submitted(task, files):
 
     # Names that are taken: by this Python, and by the repository's other modules. pytest puts the
     # folder of a test on the path, so a module beside the tests is imported by its bare name.
-    taken = set(sys.stdlib_module_names) | RUNNERS
+    taken = set(sys.stdlib_module_names) | suites.RUNNERS
     others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
     modules = set()
     for path in others:
