@@ -10,10 +10,9 @@ hold. One run has one seed of Python's hashes and one time zone (WORLDS).
 
     run_suite         -> outcomes, seconds and touched code by node id
     green_command     -> a command line for the agent that is green with the original in place
-    import_outcomes   -> which modules can be imported
+    working_imports   -> which modules can be imported
 """
 
-import contextlib
 import json
 import os
 import time
@@ -25,10 +24,9 @@ from world.files import printable, write_tree
 from world.machine import MachineFailure, fresh_directory
 from repositories.source import ANSWER_ERRORS, file_of_test
 
-# The programs that run a suite, and import modules, inside the sandbox. It sees none of our files,
-# so their text is given to the Python there.
+# The program that runs a suite inside the sandbox. It sees none of our files, so its text is given
+# to the Python there.
 SUITE = program_inside("suite_runner.py")
-IMPORTS = program_inside("import_check.py")
 
 
 # (seed of Python's hashes, time zone): every command and every verdict uses the first; the others
@@ -245,17 +243,23 @@ def is_green(result):
     return result.exit_code == 0 and not result.timed_out
 
 
-def import_outcomes(files, sandbox, names):
-    """{module: outcome} of importing these modules in one process. An outcome is "" where all is
-    well, else the exception's name or the names that `__all__` lists and the module lacks. If one
-    module ends the process, it and those after it have no outcome."""
-    # One process imports all of them and answers line by line, since any of them may end it.
-    result = sandbox.run_files(files, [*sandbox.python, "-c", IMPORTS], json.dumps(names))
+# A test file of ours: can each of these modules be imported, and does it hold what its `__all__`
+# says?
+IMPORT_TESTS = """
+import importlib
+import pytest
 
-    # A line that is not of this form is passed over: a module may print whatever it likes.
-    outcomes = {}
-    for line in result.output.split("\n"):
-        with contextlib.suppress(*ANSWER_ERRORS):
-            name, outcome = json.loads(line)
-            outcomes[name] = outcome
-    return outcomes
+@pytest.mark.parametrize("name", {names})
+def test_import(name):
+    module = importlib.import_module(name)
+    assert all(hasattr(module, word) for word in getattr(module, "__all__", ()))
+"""
+
+
+def working_imports(files, sandbox, names, plan=None):
+    """Those of these modules that can be imported. If one of them ends the process, none can."""
+    path = "test_import_of_every_module.py"
+    nodes = [f"{path}::test_import[{name}]" for name in names]
+    tree = {**files, path: IMPORT_TESTS.format(names=names)}
+    outcomes = run_suite(tree, sandbox, nodes, plan=plan)["outcomes"] if names else {}
+    return [name for name, node in zip(names, nodes) if outcomes.get(node) == "passed"]

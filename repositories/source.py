@@ -7,8 +7,8 @@ Python reads: a byte-order mark, a PEP 263 cookie (`# -*- coding: latin-1 -*-`) 
 of line ends are part of the language. `SourceText` decodes a file as Python does, finds places in
 it by the line and column of a syntax tree, and encodes it again after the edits.
 
-All edits here are cuts in the text. The syntax tree is never printed again, so comments and layout
-of everything else survive. Every function takes and returns stored text."""
+All edits here are cuts in the text, so comments and layout of everything else survive. Every function takes and returns stored text.
+"""
 
 import ast
 import re
@@ -320,55 +320,12 @@ def remove_statements(stored, nodes):
 
 
 # ------------------------------------------------------------ names in imports and in __all__
-def cut_elements(source, elements, unwanted):
-    """Edits that take some, not all, of the elements of a comma-separated list out of it."""
-    # kept_end: where the last kept element ends.
-    edits, kept_end = [], None
-    for element in elements:
-        start, end = source.span(element)
-        if element not in unwanted:
-            kept_end = end
-            continue
-
-        # Its comma goes with it: the one behind it, or, at the end of the list, the one in front of
-        # it. An element with a line of its own goes with that line and its comment.
-        comma = re.compile(r"\s*,[ \t]*").match(source.text, end)
-        if not comma:
-            edits.append((kept_end, end, ""))
-            continue
-        begin, line_end = source.line_start(start), source.line_end(comma.end())
-        before, after = source.text[begin:start], source.text[comma.end() : line_end]
-        if not before.strip() and re.fullmatch(r"(#[^\r\n]*)?\s*", after):
-            edits.append((begin, line_end, ""))
-        else:
-            edits.append((start, comma.end(), ""))
-    return edits
-
-
 def is_export(node):
     """True for a statement that makes or changes `__all__`: =, +=, an annotation, a call of one of
     its methods."""
     if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
         return False
     return any(getattr(part, "id", "") == "__all__" for part in ast.walk(node))
-
-
-def export_edits(source, statement, names):
-    """The edits that take these names out of the lists and tuples in a statement on `__all__`."""
-    edits = []
-    for node in ast.walk(statement):
-        if not isinstance(node, (ast.List, ast.Tuple)):
-            continue
-        gone = [element for element in node.elts if getattr(element, "value", None) in names]
-        left = [element for element in node.elts if element not in gone]
-        # A list that gets empty is written anew, and so is a tuple of one, which needs its comma.
-        is_list = isinstance(node, ast.List)
-        if gone and len(left) > (0 if is_list else 1):
-            edits += cut_elements(source, node.elts, gone)
-        elif gone:
-            inside = "".join(f"{source.text[slice(*source.span(one))]}," for one in left)
-            edits.append((*source.span(node), "[]" if is_list else f"({inside})"))
-    return edits
 
 
 def module_paths(paths, path, node):
@@ -394,12 +351,12 @@ def module_paths(paths, path, node):
 
 
 def remove_names(files, paths, lost):
-    """The files without the imports and exports of names that are no longer defined.
+    """The files without the imports and exports of names that are no longer defined. A statement
+    that loses some of its names is printed again, on one line.
 
     files: path -> stored text, already without the definitions; paths: the sources among them;
     lost: {(path, name), ...}. A module that imported a lost name has lost it, too, unless something
-    else binds the name there; so re-exports are followed. An import that stands in a `try` with a
-    handler stays: the handler is there for a failing import."""
+    else binds the name there; so re-exports are followed."""
     out, lost, paths = dict(files), set(lost), set(paths)
     # Where neither word stands, nothing is imported or exported; most files need not be parsed.
     trees = {}
@@ -408,73 +365,65 @@ def remove_names(files, paths, lost):
             trees[path] = parsed(files[path])
 
     # Follow the imports until no further module loses a name.
-    unwanted = {}  # path -> aliases to be taken out
-    while True:
+    unwanted, before = {}, -1  # path -> aliases to be taken out
+    while before < len(lost):
         before = len(lost)
         for path, tree in trees.items():
-            follow_imports(path, tree, paths, lost, unwanted)
-        if len(lost) == before:
-            break
+            unwanted[path] = lost_aliases(path, tree, paths, lost)
 
     # Then write each file once.
     for path, tree in trees.items():
         names = {name for place, name in lost if place == path}
-        if names or unwanted.get(path):
-            out[path] = without_names(files[path], tree, unwanted.get(path, []), names)
+        if names or unwanted[path]:
+            out[path] = without_names(files[path], tree, unwanted[path], names)
     return out
 
 
-def follow_imports(path, tree, paths, lost, unwanted):
-    """Notes which imported names of one module are lost: adds their aliases to `unwanted`, and the
-    names they were bound to in this module to `lost`."""
-    guarded = set()
-    for node in scope_nodes(tree):
-        if isinstance(node, ast.Try) and node.handlers:
-            guarded |= {id(statement) for statement in node.body}
-
-    # Which names are imported from a module that has lost them. Most imports name nothing that is
-    # lost anywhere.
-    gone_here, local_gone, bound = unwanted.setdefault(path, []), Counter(), bound_names(tree)
+def lost_aliases(path, tree, paths, lost):
+    """The aliases of one module's imports whose names are lost. The names that they were bound to
+    in this module are added to `lost`."""
+    found, local, bound = [], Counter(), bound_names(tree)
     lost_names = {name for _, name in lost} | {"*"}
     for node in scope_nodes(tree):
+        # Most imports name nothing that is lost anywhere.
         if not isinstance(node, ast.ImportFrom):
             continue
-        names = {alias.name for alias in node.names}
-        targets = module_paths(paths, path, node) if names & lost_names else ()
-        lost_here = {name for target, name in lost if target in targets}
-
-        # A star import loses here what its module has lost, unless this module binds the name.
-        if names == {"*"}:
-            lost.update((path, name) for name in lost_here if not bound[name])
+        if not lost_names.intersection(alias.name for alias in node.names):
             continue
 
-        # Any other import loses the aliases of lost names. A handler keeps the import only if all
-        # of its names are lost.
-        aliases = [alias for alias in node.names if alias.name in lost_here]
-        stays = id(node) in guarded and len(aliases) == len(node.names)
-        for alias in aliases:
-            local_gone[alias.asname or alias.name] += 1
-            if not stays and alias not in gone_here:
-                gone_here.append(alias)
+        # A star import brings all names that its module has lost; any other one brings its own.
+        targets = module_paths(paths, path, node)
+        lost_here = {name for target, name in lost if target in targets}
+        for alias in node.names:
+            if alias.name == "*":
+                lost.update((path, name) for name in lost_here if not bound[name])
+            elif alias.name in lost_here:
+                found.append(alias)
+                local[alias.asname or alias.name] += 1
 
     # A name that nothing else binds in this module is lost here, too.
-    lost.update((path, name) for name, number in local_gone.items() if bound[name] <= number)
+    lost.update((path, name) for name, number in local.items() if bound[name] <= number)
+    return found
 
 
 def without_names(stored, tree, aliases, names):
-    """One file without these aliases of its imports and these names of its `__all__`. Discard where
-    `__all__` holds one in a form that is not edited."""
-    # Aliases are taken out one by one; imports of which nothing is left go as a whole.
+    """One file without these aliases of its imports and these names in the lists and tuples of its
+    `__all__`. Discard where `__all__` holds one in a form that is not edited."""
     source, edits, whole = SourceText(stored), [], []
-    for statement in scope_nodes(tree):
-        if isinstance(statement, ast.ImportFrom):
-            gone = [alias for alias in statement.names if alias in aliases]
-            if len(gone) == len(statement.names):
-                whole.append(statement)
-            elif gone:
-                edits += cut_elements(source, statement.names, gone)
-        elif is_export(statement):
-            edits += export_edits(source, statement, names)
+    for node in scope_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            kept = [alias for alias in node.names if alias not in aliases]
+            if not kept:
+                whole.append(node)
+            elif len(kept) < len(node.names):
+                left = ast.ImportFrom(node.module, kept, node.level)
+                edits.append((*source.span(node), ast.unparse(left)))
+        for part in ast.walk(node) if is_export(node) else ():
+            if isinstance(part, (ast.List, ast.Tuple)):
+                kept = [one for one in part.elts if getattr(one, "value", None) not in names]
+                if len(kept) < len(part.elts):
+                    left = type(part)(kept, ast.Load())
+                    edits.append((*source.span(part), ast.unparse(left)))
     stored = cut(source, edits + cut_statements(source, tree, whole))
 
     for statement in filter(is_export, scope_nodes(parsed(stored)) if names else ()):

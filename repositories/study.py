@@ -22,7 +22,7 @@ from pathlib import Path
 from repositories import editable, suite as suites
 from repositories.repo_files import PROTECTED, copy_repository, sources
 from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
-from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
 from repositories.source import file_of_test, find_definitions, first_line, is_text, package_root
@@ -157,8 +157,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     ran = set()
     for places in touched.values():
         ran.update(place.rsplit(":", 2)[0] for place in places)
-    imported = import_outcomes(files, sandbox, module_names(files, ran))
-    modules = [module for module, outcome in imported.items() if outcome == ""]
+    modules = working_imports(files, sandbox, module_names(files, ran), plan)
     return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
 
 

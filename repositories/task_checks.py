@@ -20,7 +20,7 @@ from dataclasses import replace
 from repositories.deletion import stub_bodies
 from repositories.verdict import ROUNDS, judge_repository, run_judgement
 from repositories.mutants import list_changes, lost_names, with_mutants
-from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from repositories.source import (
     find_test,
     is_text,
@@ -48,8 +48,7 @@ def check_imports(repository, base, sandbox):
     dropped = [path for path in repository.files if path not in base and path.endswith(".py")]
     left_out = {package_root(path, set(repository.files))[1] for path in dropped}
     modules = [name for name in repository.importable if name not in left_out]
-    outcomes = import_outcomes(base, sandbox, modules) if modules else {}
-    if any(outcomes.get(name) != "" for name in modules):
+    if working_imports(base, sandbox, modules, repository.plan) != modules:
         raise Discard("the package does not import without it")
 
 
