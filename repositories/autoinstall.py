@@ -28,11 +28,11 @@ from repositories import suite as suites
 from repositories.copies import installed_copies
 from repositories.editable import setup_arguments
 from world.files import write_tree
-from repositories.repo_files import copy_repository, packages, sources
+from repositories.repo_files import copy_repository, packages
 from world.machine import fresh_directory
 from repositories.run_suite import run_by_plan
 from world.sandbox import Sandbox, has_bwrap, hidden_place
-from repositories.source import module_name
+from repositories.study import module_names
 from world.untrusted import parsed
 from world.task import Refusal
 
@@ -113,24 +113,12 @@ def declared(files):
     lists = dict(settings(trees))
     optional = re.compile(r"(optional-dependencies|extras_require|poetry\.extras)\.([\w-]+)$")
     extras = {match[2] for path in lists if (match := optional.search(path))}
-    extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
 
-    # Words that may be requirements. First those of the lists that tests need.
+    # Words that may be requirements: those of the lists that tests need.
     words = []
     for path, value in lists.items():
         if NEEDED.search(path):
             words += value
-
-    # Then what noxfile.py installs, and what build files give to pip.
-    for call in ast.walk(parsed(files.get("noxfile.py", ""))):
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "install":
-            given = [word.value for word in call.args if isinstance(word, ast.Constant)]
-            words += [word for word in given if isinstance(word, str)]
-    build_file = re.compile(r"^(Makefile|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$")
-    for path, text in files.items():
-        if build_file.search(path):
-            for line in re.findall(r"pip3? install ([^\n&|;#]*)", text):
-                words += line.split()
 
     # Keep the words that have the form of a requirement and name neither this repository nor a tool
     # that installs or builds.
@@ -158,13 +146,7 @@ def propose(files):
     tests.sort(key=lambda path: "test" not in path.partition("/")[0])
 
     # The modules that a command can import, the outermost first.
-    every_module = [module_name(path) for path in sources(files)]
-    modules = []
-    for name in every_module:
-        is_dotted = re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
-        if is_dotted and name.split(".")[0] in every_module:
-            modules.append(name)
-    modules.sort(key=lambda name: name.count("."))
+    modules = sorted(module_names(files, set()), key=lambda name: name.count("."))
 
     # Where no file is named as pytest names tests, those that hold tests are.
     plan, others = suites.configured_plan(files), suites.other_plans(files)

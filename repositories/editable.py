@@ -9,7 +9,8 @@ written into the tree, from what the repository declares.
     metadata       -> {path: text} of the .dist-info folder
 
 Ours, after the specification of installed projects (packaging.python.org). Left out: the programs
-of [project.scripts], versions and entry points that only a build can tell.
+of [project.scripts], versions that only a build can tell, entry points that setup.py or setup.cfg
+declare and no build has written down.
 """
 
 import ast
@@ -67,7 +68,7 @@ def metadata(files, repo=None):
         "INSTALLER": "pip\n",
         "direct_url.json": json.dumps({"dir_info": {"editable": True}, "url": "file:///work"}),
     }
-    points = built_points(repo) or point_text(declared_points(project, poetry, config, arguments))
+    points = built_points(repo) or declared_points(project, poetry)
     if points:
         found["entry_points.txt"] = points
     found["RECORD"] = "".join(f"{folder}/{path},,\n" for path in [*sorted(found), "RECORD"])
@@ -126,30 +127,18 @@ def stated_version(files):
     return ""
 
 
-def declared_points(project, poetry, config, arguments):
-    """{group: {name: "module:object"}} of the entry points that the build files declare."""
-    # pyproject.toml: tables of groups, and scripts, which are groups as well.
-    groups = {**table(project, "entry-points"), **table(poetry, "plugins")}
-    for group, key in (("console_scripts", "scripts"), ("gui_scripts", "gui-scripts")):
-        groups[group] = {**table(poetry, key), **table(project, key)}
-
-    # setup.cfg and setup.py: per group a text or a list with lines `name = module:object`.
-    others = {**config.get("options.entry_points", {}), **table(arguments, "entry_points")}
-    for group, lines in others.items():
-        lines = lines.split("\n") if isinstance(lines, str) else lines
-        if isinstance(lines, (list, tuple)):
-            pairs = [str(line).partition("=") for line in lines]
-            groups[group] = {name.strip(): value.strip() for name, _, value in pairs if value}
-    return groups
-
-
-def point_text(groups):
-    """The text of entry_points.txt."""
+def declared_points(project, poetry):
+    """The text of entry_points.txt by the tables of pyproject.toml: groups, and scripts."""
+    groups = {
+        "console_scripts": {**table(poetry, "scripts"), **table(project, "scripts")},
+        **table(poetry, "plugins"),
+        **table(project, "entry-points"),
+    }
     text = ""
-    for group, points in groups.items():
-        lines = [f"{name} = {value}" for name, value in points.items() if isinstance(value, str)]
-        if lines:
-            text += "\n".join([f"[{group}]", *lines, "", ""])
+    for group in groups:
+        points = table(groups, group).items()
+        lines = [f"{name} = {value}" for name, value in points if isinstance(value, str)]
+        text += "\n".join([f"[{group}]", *lines, "", ""]) if lines else ""
     return text
 
 

@@ -456,11 +456,11 @@ def test_a_package_is_found_from_any_folder_by_its_entry_points_and_as_a_namesak
         ({"setup.cfg": "[metadata]\nname = shop\nversion = 2\n"}, "2", ""),
         (
             {
-                "setup.py": "import setuptools\nsetuptools.setup(name='shop', version='3', "
-                "entry_points={'a': ['b=shop:c']})\n"
+                "setup.py": "import setuptools\nsetuptools.setup(name='shop', version='3')\n",
+                "pyproject.toml": "[project.scripts]\nb = 'shop:c'\n",
             },
             "3",
-            "[a]\nb = shop:c\n\n",
+            "[console_scripts]\nb = shop:c\n\n",
         ),
         (
             {

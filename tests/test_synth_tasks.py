@@ -1898,17 +1898,13 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
     assert autoinstall.declared(
         {
             "pyproject.toml": poetry,
-            "Makefile": "t:\n\tpip install -U tomli\n",
-            "noxfile.py": "session.install('nose')\n",
             "requirements/test.txt": "",
         }
     ) == [
         "--editable=.",
         "attrs; python_version > '3'",
         "mock",
-        "nose",
         "pytest",
-        "tomli",
         "-rrequirements/test.txt",
     ]
 
