@@ -71,7 +71,6 @@ def run_by_plan(
     only=None,
     reverse=False,
     trace=False,
-    brief=False,
     limit=True,
     world=WORLDS[0],
     everything=False,
@@ -82,7 +81,7 @@ def run_by_plan(
 
     start(words, stdin) runs a command where the suite stands -> its Result. only: node ids of the
     tests to run; None for all. reverse: the opposite order. trace: note the code that each test
-    runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
+    runs. limit: fail a test that takes a quarter of the time of
     all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
     everything: also run what is no test function, as doctests. times: how many runs of what was
     imported and collected once; what a test did not do in all of them is no outcome of it."""
@@ -92,10 +91,9 @@ def run_by_plan(
         paths = [plan.upwards() + path for path in sorted(set(map(file_of_test, only)))]
 
     # Node ids begin at the root, whatever is collected. No failure and no file that cannot be
-    # collected ends the run, unless it is to be brief.
+    # collected ends the run.
     up = plan.upwards()
     words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
-    words += ["-x"] if brief else []
     words += [] if plan.rewrite else ["--assert=plain"]
     words += ["-c", up + plan.config] if plan.config else []
     words += ["--rootdir", up or ".", *paths]
@@ -145,55 +143,47 @@ def read_outcomes(text, key):
 
     Code of the repository ran in the child, so the form of every part is checked: outcomes are
     known words, each has its seconds as a number, touched code is a list of words."""
-    # Our own answer carries the key and has three tables.
+    # Our own answer carries the key and has four tables.
     try:
         answer = json.loads(text)
     except ANSWER_ERRORS:
         return None
     if type(answer) is not dict or answer.get("key") != key:
         return None
-    outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
-    if not all(type(part) is dict for part in (outcomes, seconds, touched)):
+    names = "outcomes", "seconds", "touched", "errors"
+    tables = [answer.get(name, {}) for name in names]
+    if not all(type(table) is dict for table in tables):
         return None
+    outcomes, seconds, touched, errors = tables
 
     # Unknown outcomes count as failures. A test whose node id is too long, or no text, is left out:
-    # it could not be asked for.
-    known = ("passed", "failed", "skipped", "xfail", "error")
-    outcomes = {
-        node: outcome if outcome in known else "failed"
-        for node, outcome in outcomes.items()
-        if printable(node, LONGEST_NODE) == node
-    }
+    # it could not be asked for. Seconds are 0 where they make no sense.
+    known, found = ("passed", "failed", "skipped", "xfail", "error"), {}
+    for node, outcome in outcomes.items():
+        if printable(node, LONGEST_NODE) == node:
+            found[node] = outcome if outcome in known else "failed"
+            took = seconds.get(node)
+            is_time = type(took) in (int, float) and 0 <= took < 1e6
+            seconds[node] = float(took) if is_time else 0.0
 
-    # Seconds of each test, 0 where they make no sense; and the code that each test ran.
-    times = dict.fromkeys(outcomes, 0.0)
-    for node in outcomes:
-        took = seconds.get(node)
-        if type(took) in (int, float) and 0 <= took < 1e6:
-            times[node] = float(took)
-    touched_code = {}
-    for node, places in touched.items():
-        if type(places) is list:
-            touched_code[node] = [place for place in places if type(place) is str]
+    # The code that each test ran, and what was said of errors and of the run as a whole, cut to
+    # lengths that a log can hold.
+    def texts(value):
+        return [text for text in value if type(text) is str] if type(value) is list else []
 
-    # What was said of errors and of the run as a whole, cut to lengths that a log can hold.
-    said_of = {}
-    errors = answer.get("errors")
-    if type(errors) is dict:
-        for where, text in errors.items():
-            if type(text) is str:
-                said_of[printable(where, 1000)] = printable(text, 400)
-    again, said = answer.get("again"), answer.get("said")
-    status, others = answer.get("status"), answer.get("others")
     return {
-        "outcomes": outcomes,
-        "seconds": times,
-        "touched": touched_code,
-        "errors": said_of,
-        "again": {node for node in again if type(node) is str} if type(again) is list else set(),
-        "status": status if type(status) is int else 0,
-        "others": others if type(others) is int else 0,
-        "said": printable(said, 8000) if type(said) is str else "",
+        "outcomes": found,
+        "seconds": seconds,
+        "touched": {node: texts(places) for node, places in touched.items()},
+        "errors": {
+            printable(at, 1000): printable(text, 400)
+            for at, text in errors.items()
+            if type(text) is str
+        },
+        "again": set(texts(answer.get("again"))),
+        "status": answer.get("status"),
+        "others": answer.get("others") if type(answer.get("others")) is int else 0,
+        "said": printable("".join(texts([answer.get("said")])), 8000),
     }
 
 

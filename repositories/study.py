@@ -16,6 +16,7 @@ import ast
 import importlib.util
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,17 +108,17 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     plan, name = first["plan"], Path(repo).resolve().name
 
     # 2) Keep the tests that pass in every run and are not too slow. A suite in which more tests
-    # fail than pass is refused.
+    # fail than pass is refused. A test behind a link to a folder stands in no file of the tree that
+    # could be changed.
     runs = run_many_times(repo, files, sandbox, first, time_limit)
-    found_out = sort_tests(first, runs)
-    # a test behind a link to a folder stands in no file of the tree that could be changed
-    found_out["stable"] = [node for node in found_out["stable"] if file_of_test(node) in files]
-    if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
+    passing, slow, red = sort_tests(runs)
+    stable = sorted(node for node in passing - slow if file_of_test(node) in files)
+    kinds = Counter(first["outcomes"].values())
+    if not stable or kinds["failed"] + kinds["error"] > len(passing):
         raise Refusal(suite_fails(repo, files, first))
 
     # 3) Trace which test runs which definition, and time the stable tests alone. A test that needs
     # one that was left out fails now, and is left out as well.
-    stable = found_out["stable"]
     traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
     touched = traced.get("touched", {})
     start = time.perf_counter()
@@ -133,18 +134,18 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
 
     # 4) Find a command that is green: it leaves out the files and tests that are red.
     ignored = sorted(where for where in first["errors"] if where in files)
-    left_out = {*found_out["failing"], *found_out["red"]}
-    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    command, ignored, left_out = green_command(files, plan, ignored, red, sandbox)
     if not command:
         raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
 
-    # 5) Say what was found.
+    # 5) Say what was found. A file that cannot be collected is one more error.
     found = definitions(files)
     note_tests(files, found, stable, touched)
-    counts = count_tests(first, found_out, stable, ignored)
     number_run = sum(bool(one.tests) for one in found)
     say(
-        f"{name}: {len(files)} files; {counts}; "
+        f"{name}: {len(files)} files; {len(first['outcomes'])} tests, {len(stable)} stable, "
+        f"{kinds['failed']} failing, {kinds['error'] + len(ignored)} errors, "
+        f"{kinds['passed'] - len(passing)} flaky, {len(slow)} slow; "
         f"{number_run} of {len(found)} definitions are run by a test"
     )
     for line in plan.said:
@@ -204,64 +205,25 @@ def run_many_times(repo, files, sandbox, first, time_limit):
     return runs
 
 
-def sort_tests(first, runs):
-    """The tests by how they did in all runs, as a dictionary of lists of node ids.
-
-    passing: in every run; failing: in the first run; unstable: passed in the first run, though not
-    in every one; red: unstable also within the first of WORLDS; slow and stable: the two parts of
-    passing."""
-    outcomes, answers = first["outcomes"], [run for _, run in runs]
-
-    def always_passes(node, some_runs):
-        return all(run["outcomes"].get(node) == "passed" for run in some_runs)
-
+def sort_tests(runs):
+    """Sorts the tests by how they did in all runs [(world, answer)] -> three sets of node ids:
+    those that always pass; of these the slow ones; those that are red in the first world now and
+    then, in which the agent's commands run."""
     # Tests that a plugin ran again within one run pass now and then, whatever their last outcome.
-    changed_mind = set()
-    for run in answers:
-        changed_mind.update(run.get("again", ()))
-    passing = [
-        node for node in outcomes if always_passes(node, answers) and node not in changed_mind
-    ]
-    failing = [node for node, outcome in outcomes.items() if outcome in ("failed", "error")]
-    passed_once = [node for node, outcome in outcomes.items() if outcome == "passed"]
-    unstable = [node for node in passed_once if node not in set(passing)]
-
-    # The agent's commands run with the first world's seed and time zone. A test that always passes
-    # there does not make such a command red.
-    here = [run for world, run in runs if world == WORLDS[0]]
-    red = [node for node in unstable if not always_passes(node, here)]
+    passing, red = set(runs[0][1]["outcomes"]), set()
+    for world, run in runs:
+        outcomes = run["outcomes"]
+        passing = {node for node in passing if outcomes.get(node) == "passed"}
+        passing -= set(run.get("again", ()))
+        if world == WORLDS[0]:
+            red |= {node for node in outcomes if outcomes[node] in ("failed", "error")}
 
     # A test is slow if it takes more than 0.1 s and three times the median: each task runs the
     # stable tests several times.
-    seconds = {}
-    for node in passing:
-        seconds[node] = min(run["seconds"].get(node, 0.0) for run in answers)
-    bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
-    slow = [node for node in passing if seconds[node] > bearable]
-    return dict(
-        passing=passing,
-        failing=failing,
-        unstable=unstable,
-        red=red,
-        slow=slow,
-        stable=sorted(set(passing) - set(slow)),
-    )
-
-
-def count_tests(first, found_out, stable, ignored):
-    """How many tests there are of each sort, in words."""
-    # Errors are counted among the failing tests; here they are told apart, and a file that cannot
-    # be collected is one more.
-    errors = sum(outcome == "error" for outcome in first["outcomes"].values())
-    counts = dict(
-        tests=len(first["outcomes"]),
-        stable=len(stable),
-        failing=len(found_out["failing"]) - errors,
-        errors=errors + len(ignored),
-        flaky=len(found_out["unstable"]),
-        slow=len(found_out["slow"]),
-    )
-    return ", ".join(f"{number} {what}" for what, number in counts.items())
+    seconds = {node: min(run["seconds"].get(node, 0.0) for _, run in runs) for node in passing}
+    times = sorted(seconds.values()) or [0.0]
+    bearable = max(0.1, 3 * times[len(times) // 2])
+    return passing, {node for node in passing if seconds[node] > bearable}, red
 
 
 def note_tests(files, found, stable, touched):
