@@ -29,40 +29,16 @@ CONFIG_FILES = (
     "setup.cfg",
 )
 
-# Options that cannot be kept, each with the reason. Coverage would set a trace function, and so do
-# we. Several processes, another order or a stop at the first failure would hide outcomes.
-LEFT_OUT = [
-    (re.compile(pattern), why)
-    for pattern, why in (
-        (r"--(no-)?cov\b.*|--cov[-=].*|--no-cov-on-fail", "coverage"),
-        (
-            r"-n(\d+|auto|logical)?|--numprocesses\b.*|--dist\b.*|--maxprocesses\b.*|--tx\b.*"
-            r"|-f|--looponfail|--max-worker-restart\b.*|--workers\b.*|--tests-per-worker\b.*",
-            "several processes",
-        ),
-        (r"--randomly-.*|--random-order.*|--reverse|--random.*", "a random order"),
-        (
-            r"-x|--exitfirst|--maxfail\b.*|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
-            r"|--co|--collect-only",
-            "an early end",
-        ),
-        (
-            r"--junit-?xml\b.*|--html\b.*|--self-contained-html|--alluredir\b.*|--report-log\b.*",
-            "a report",
-        ),
-    )
-]
-
-# Options that take the next word as their value.
-VALUED = set("""
-    --alluredir --asyncio-mode --basetemp --capture --color --confcutdir --config-file --cov
-    --cov-config --cov-fail-under --cov-report --deselect --dist --doctest-glob --durations
-    --durations-min --durations-path --html --ignore --ignore-glob --import-mode --junit-prefix
-    --junit-xml --junitxml --log-cli-level --log-file --log-level --maxfail --maxprocesses
-    --numprocesses --override-ini --pythonwarnings --random-order-bucket --random-order-seed
-    --randomly-seed --reruns --reruns-delay --rootdir --tb --timeout --timeout-method --tx
-    --workers -W -c -k -m -n -o -p -r
-    """.split())
+# Options that cannot be kept. Coverage would set a trace function, and so do we. Several processes,
+# another order or a stop at the first failure would hide outcomes.
+LEFT_OUT = re.compile(
+    r"--(no-)?cov([-=].*)?"
+    r"|-n(\d+|auto|logical)?|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
+    r"|-f|--looponfail|--reverse|--random.*"
+    r"|-x|--exitfirst|--maxfail(=.*)?|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
+    r"|--co|--collect-only"
+)
+WHY_LEFT_OUT = "no coverage, several processes, other order or early end"
 
 # Packages that run the tests. Neither a repository nor a submission may bring one of them.
 RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
@@ -226,67 +202,39 @@ def words_of(value):
         return str(value or "").split()
 
 
-def grouped(words, exists=lambda word: False):
-    """The words of a command line in groups; an option and its value form one group.
-
-    exists: whether a word names a file or folder of the repository."""
-    # Each word begins a group; the word after it may be its value.
-    groups, left = [], list(words)
-    while left:
-        word = left.pop(0)
-        groups.append([word])
-        if not left or left[0].startswith("-"):
-            continue
-
-        # VALUED lists the options that take a value. An unknown option may take a number. --cov
-        # takes its value or none: a path behind it is what to collect.
-        is_option = word.startswith("-") and "=" not in word
-        takes_one = word in VALUED or is_option and re.fullmatch(r"\d+(\.\d+)?", left[0])
-        if takes_one and not (word == "--cov" and exists(left[0])):
-            groups[-1].append(left.pop(0))
-    return groups
-
-
-def keep_options(words):
-    """(the words that are kept, {reason: those left out})."""
-    kept, left_out = [], {}
-
-    # An option is left out for what it does, or because `-p` names a plugin that is not used here.
-    unused = re.compile(r"-p (no:)?(xdist|randomly|random_order|cov|pytest_cov)")
-    for group in grouped(words):
-        why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
-        if unused.fullmatch(" ".join(group)):
-            why = "a plugin that is not used here"
-        if why:
-            left_out.setdefault(why, []).extend(group)
-        else:
-            kept += group
-    return kept, left_out
+def split_options(words, is_refused):
+    """(the words of a command line that are kept, those that are refused). The word behind an option
+    goes with it: its value, as `src` in `--cov src`."""
+    groups = []
+    for word in words:
+        option = groups[-1][0] if groups and len(groups[-1]) == 1 else ""
+        is_value = option.startswith("-") and "=" not in option and not word.startswith("-")
+        groups = [*groups[:-1], [option, word]] if is_value else [*groups, [word]]
+    kept, refused = [], []
+    for group in groups:
+        (refused if is_refused(group) else kept).extend(group)
+    return kept, refused
 
 
 def configured_plan(files):
     """The Plan of `pytest` at the root: its configuration, without what cannot be kept."""
-    # Which of the configured options can be kept.
-    config, settings = pytest_settings(files)
-    addopts = words_of(settings.get("addopts"))
-    kept, left_out = keep_options(addopts)
-
-    # If one has to go, the kept ones are given on the command line, where they replace the
-    # configuration's own addopts.
+    config, _ = pytest_settings(files)
     plan = Plan(config=config)
-    if left_out:
-        plan.options = ["-o", f"addopts={shlex.join(kept)}"]
-        plan.said = [
-            f"pytest runs without {shlex.join(words)} ({why})" for why, words in left_out.items()
-        ]
+    plan = without_options(plan, files, is_left_out, WHY_LEFT_OUT) or plan
     if importlib.util.find_spec("pytest_randomly"):
         line = "pytest-randomly is switched off: it draws the order of the tests anew in each run"
         plan = with_options(plan, ["-p", "no:randomly"], line)
     return plan
 
 
-def without_options(plan, files, refused, why):
-    """The plan without the options that pytest refused, and without their values."""
+def is_left_out(group):
+    """Whether an option, [word] or [word, value], cannot be kept."""
+    return bool(LEFT_OUT.fullmatch(group[0]))
+
+
+def without_options(plan, files, is_refused, why):
+    """The plan without the options that are refused, and without their values; None where there is
+    none. is_refused: of an option, [word] or [word, value]."""
     # The options in force: those of the configuration, or those that this plan has put in their
     # place by `-o addopts=...` (the word before them is the -o).
     _, settings = pytest_settings(files)
@@ -297,27 +245,12 @@ def without_options(plan, files, refused, why):
             other = plan.options[: i - 1] + plan.options[i + 1 :]
             break
 
-    # whether a word names a file or a folder of the repository
-    def present(word):
-        folder = word.rstrip("/") + "/"
-        return word in files or any(path.startswith(folder) for path in files)
-
-    # Drop the refused options. A word that follows one and names no file is its value.
-    kept, gone, refused_before = [], [], False
-    for group in grouped(addopts, present):
-        is_value = not group[0].startswith("-") and not present(group[0])
-        if group[0] in refused or group in refused or refused_before and is_value:
-            gone += group
-            refused_before = group[0].startswith("-") and len(group) == 1
-        else:
-            kept += group
-            refused_before = False
-
-    # None tells that nothing could be dropped, so another run would be refused again.
-    if not gone:
+    # The kept ones are given on the command line, where they replace the configuration's own.
+    kept, refused = split_options(addopts, is_refused)
+    if not refused:
         return None
     options = ["-o", f"addopts={shlex.join(kept)}", *other]
-    line = f"pytest runs without {shlex.join(gone)} ({why})"
+    line = f"pytest runs without {shlex.join(refused)} ({why})"
     return replace(plan, options=options, said=[*plan.said, line])
 
 
@@ -344,13 +277,12 @@ def adapted(plan, files, said, errors):
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
         names = sorted({provider(word) for word in words} - {""})
-        why = "no plugin here knows it"
-        if names:
-            why = f"{' and '.join(names)} is not installed"
-        return without_options(plan, files, words, why)
+        why = f"{' and '.join(names)} is not installed" if names else "no plugin here knows it"
+        return without_options(plan, files, lambda group: group[0] in words, why)
     if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
-        words = [["-p", match[1]], f"-p{match[1]}"]
-        return without_options(plan, files, words, f"the plugin {match[1]} is not installed")
+        words = f"-p{match[1]}", f"-p {match[1]}"
+        why = f"the plugin {match[1]} is not installed"
+        return without_options(plan, files, lambda group: " ".join(group) in words, why)
 
     # A setting or a mark of a plugin that is not here: the repository is strict about them, or
     # pytest warns and the repository turns warnings into errors.
@@ -361,8 +293,8 @@ def adapted(plan, files, said, errors):
     if name and LENIENT[1] not in plan.options:
         owner = provider(name)
         why = f"{owner} is not installed" if owner else f"no plugin here knows {name}"
-        strict = ["--strict", "--strict-config", "--strict-markers"]
-        found = without_options(plan, files, strict, why) or plan
+        strict = "--strict", "--strict-config", "--strict-markers"
+        found = without_options(plan, files, lambda group: group[0] in strict, why) or plan
         return with_options(found, LENIENT, f"unknown settings and marks are allowed ({why})")
 
     # Two test files of one name, in folders that are no packages.

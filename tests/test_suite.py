@@ -254,9 +254,8 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
 def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text):
     plan = suites.configured_plan({name: text})
     assert plan.config == name and plan.options == ["-o", "addopts=-ra --strict-markers"]
-    assert any("coverage" in line for line in plan.said) and any(
-        "several processes" in line for line in plan.said
-    )
+    (line,) = [line for line in plan.said if "--cov" in line]
+    assert "coverage, several processes" in line
 
 
 def test_a_configuration_that_asks_for_nothing_special_is_left_to_pytest():
