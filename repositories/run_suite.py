@@ -22,7 +22,7 @@ from world.machine import program_inside
 from repositories import suite as suites
 from world.files import printable, write_tree
 from world.machine import MachineFailure, fresh_directory
-from repositories.source import ANSWER_ERRORS, file_of_test
+from repositories.source import ANSWER_ERRORS, file_of_test, function_of_test
 
 # The program that runs a suite inside the sandbox. It sees none of our files, so its text is given
 # to the Python there.
@@ -191,24 +191,24 @@ LONGEST_COMMAND = 2000  # characters of a command with all that it leaves out
 
 
 def green_command(files, plan, ignored, left_out, sandbox):
-    """(the command line of a plan that is green for these files, the files it ignores, the tests it
-    leaves out); (None, [], the reason) where there is none.
+    """(the command line of a plan that is green for these files, the files it ignores, the test
+    functions it leaves out); (None, [], the reason) where there is none.
 
     What is red in the original is left out by name: test files, tests, doctests, checks of
     style."""
-    left_out, ignored, known, reason = set(left_out), set(ignored), {}, ""
+    left_out, ignored, reason = set(map(function_of_test, left_out)), set(ignored), ""
     for number in range(4):
         # What is red, as the reporter tells it. Doctests and checks of style count, too, since the
         # command runs them. At first nothing may have to be left out by name.
         if left_out or number:
             answer = run_suite(files, sandbox, limit=False, plan=plan, everything=True)
-            known = answer["outcomes"]
-            left_out = {node for node in left_out if node in known}
-            left_out |= {node for node in known if known[node] in ("failed", "error")}
+            outcomes = answer["outcomes"]
+            left_out |= {node for node in outcomes if outcomes[node] in ("failed", "error")}
+            left_out = set(map(function_of_test, left_out)) & set(map(function_of_test, outcomes))
             ignored |= {where for where in answer["errors"] if where in files}
 
         # The command without it, which is run as the agent will run it.
-        command = suites.test_command(plan, left_out, ignored, known)
+        command = suites.test_command(plan, left_out, ignored)
         if len(command) > LONGEST_COMMAND:
             too_many = f"{len(left_out)} tests and {len(ignored)} files"
             return None, [], f"{too_many} would have to be left out"

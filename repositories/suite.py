@@ -15,8 +15,6 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from repositories.source import file_of_test
-
 # Where pytest looks for its configuration, in this order. The last three serve other tools as well
 # and count only where they hold a section of pytest's.
 CONFIG_FILES = (
@@ -341,36 +339,15 @@ def other_plans(files):
     return plans
 
 
-def test_command(plan, left_out=(), ignored=(), known=()):
+def test_command(plan, left_out=(), ignored=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root.
 
-    left_out: node ids that are not run, of all that are known; ignored: files that are not
-    collected."""
-    up, left_out, known = plan.upwards(), set(left_out), set(known) | set(left_out)
+    left_out: test functions that are not run, nor is any test whose id begins like theirs (pytest
+    deselects by the beginning); ignored: files that are not collected."""
+    up = plan.upwards()
     words = ["python", "-m", "pytest", "-q", *plan.options]
     words += [f"--rootdir={up.rstrip('/') or '.'}"] if plan.folder or left_out else []
     words += [f"--ignore={up}{path}" for path in sorted(ignored)]
-
-    # pytest leaves out every test whose id begins with that of --deselect. Where this would take
-    # others along, the tests that are to run are named instead.
-    deselected, kept = whole_functions(left_out, known), known - left_out
-    caught = {node for node in kept if node.startswith(tuple(deselected))}
-    paths = plan.paths
-    if caught:
-        crowded = {file_of_test(node) for node in caught}
-        deselected = [node for node in deselected if file_of_test(node) not in crowded]
-        named = {file_of_test(node) for node in kept} - crowded
-        named.update(
-            whole_functions({node for node in kept if file_of_test(node) in crowded}, known)
-        )
-        paths = [up + path for path in sorted(named)]
-    words += [f"--deselect={node}" for node in deselected]
-    line = shlex.join([*words, *paths])
+    words += [f"--deselect={node}" for node in sorted(left_out)]
+    line = shlex.join([*words, *plan.paths])
     return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
-
-
-def whole_functions(nodes, known):
-    """These node ids. Where every known case of a test function is among them, the id of the
-    function stands for all."""
-    left = {node.split("[")[0] for node in known if node not in nodes}
-    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})

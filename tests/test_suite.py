@@ -407,25 +407,18 @@ def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red
     assert not run_suite.is_green(run_suite.run_command_in(broken, command, sandbox))
 
 
-def test_a_command_leaves_out_these_tests_and_no_test_whose_name_begins_like_theirs():
-    text = (
-        "import pytest\n\n\n@pytest.mark.parametrize('n', [1, 11, 2])\ndef test_a(n): pass\n\n\n"
-        "def test_ab(): pass\n\n\nclass TestC:\n    def test_d(self): pass\n\n    def test_de(self): pass\n"
-    )
-    files = {"m.py": "", "tests/test_m.py": text, "tests/test_n.py": "def test_n(): pass\n"}
-    known = set(run(files)["outcomes"])
-    sandbox = cage.repository_sandbox(files, 60)
-    at = "tests/test_m.py::"
-    for left_out in (
-        [at + "test_ab"],
-        [at + "TestC::test_d"],
-        [at + "test_a[1]"],
-        [at + "test_a[1]", at + "test_a[11]", at + "test_a[2]"],
-    ):
-        command = suites.test_command(suites.Plan(), left_out, [], known)
-        listed = run_suite.run_command_in(files, command + " --collect-only", sandbox).output
-        found = {line for line in listed.split("\n") if "::" in line}
-        assert found == known - set(left_out), command
+def test_a_command_leaves_out_these_functions_and_a_task_whose_tests_begin_like_one_of_them_is_none(
+    tmp_path,
+):
+    """A red test called test_gross would take test_gross_low with it out of the command."""
+    text = TEST.replace("def test_gross", "def test_gross_low")
+    more = "\n\ndef test_gross_high():\n    assert gross(50) == 60\n"
+    more += "\n\ndef test_twice_too():\n    assert twice(6) == 12\n"
+    red = "\n\ndef test_gross():\n    assert open('/rates').read() == gross(1)\n"
+    repo = write({**BASE, "tests/test_price.py": text + more + red}, tmp_path / "shop")
+    tasks, reasons, _ = st.generate(repo, str(tmp_path / "t.jsonl"), n=9, level=1, jobs=1)
+    assert [task.meta["names"] for task in tasks] == [["twice"]] and "not green" in str(reasons)
+    assert tasks[0].test_command.endswith("--deselect=tests/test_price.py::test_gross")
 
 
 # ---------------------------------------------------------------- as an editable install has it
@@ -716,12 +709,6 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
     assert not found.left_out  # in the agent's world it is green
-    assert suites.whole_functions(
-        {"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]
-    ) == [
-        "a",
-        "b[1]",
-    ]
 
 
 # ---------------------------------------------------------------- a task that is written holds
