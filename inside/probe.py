@@ -133,17 +133,12 @@ def run_variant(spec, files):
         said += more
     os.close(read_fd)
 
-    # Wait until it ends by itself or its time is over. Then kill it, with all that it has started.
-    ended, status = 0, 0
-    while not ended and time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        time.sleep(0 if ended else 0.001)
+    # It has ended by itself, or its time is over. Kill what is left, with all that it has started.
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
         pass
-    if not ended:
-        status = os.waitpid(pid, 0)[1]
+    status = os.waitpid(pid, 0)[1]
     code = os.waitstatus_to_exitcode(status)
 
     # Put the old files back. The last line is the fullest report.

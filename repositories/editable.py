@@ -53,10 +53,10 @@ def metadata(files, repo=None):
     config = read_ini(files.get("setup.cfg", ""))
     tables = [package_info(files), project, poetry, config.get("metadata", {}), arguments]
 
-    # The first one that tells a name or a version decides. A version that only a build works out
-    # may stand in the package itself.
+    # The first one that tells a name or a version decides. A version that only a build works out is
+    # not known.
     name = first_word(tables, "name")
-    version = first_word(tables, "version") or stated_version(files) or "0"
+    version = first_word(tables, "version") or "0"
     if not name:
         return {}
 
@@ -114,17 +114,6 @@ def setup_arguments(files):
             except (ValueError, TypeError, RecursionError):
                 pass  # it is worked out when setup.py runs
     return found
-
-
-def stated_version(files):
-    """What a package or module at the top assigns to __version__; "" where none does."""
-    for path in sources(files):
-        is_top = Path(path.removeprefix("src/")).name in ("__init__.py", "_version.py")
-        if is_top and path.removeprefix("src/").count("/") <= 1:
-            match = re.search(r"^__version__\s*=\s*['\"](\w[\w.+!-]*)['\"]", files[path], re.M)
-            if match:
-                return match[1]
-    return ""
 
 
 def declared_points(project, poetry):

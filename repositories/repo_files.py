@@ -111,9 +111,7 @@ def sources(files):
 
 
 def packages(files):
-    """Names under which the sources can be imported: folders and modules at the root or in src/,
-    and packages further down."""
+    """The top-level names under which the sources can be imported."""
     paths = set(sources(files))
-    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
-    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
-    return sorted(first - {"setup", "__init__"})
+    names = {package_root(path, paths)[1].split(".")[0] for path in paths}
+    return sorted(names - {"setup", "__init__"})

@@ -32,7 +32,7 @@ from repositories.source import ANSWER_ERRORS, find_definitions, find_test, modu
 from world.untrusted import parse_stored, read_literal
 
 PROBE = program_inside("probe.py")
-MOST_LITERALS, UNSEEN = 64, 48  # literals that are changed; unseen calls of each function
+MOST_LITERALS, UNSEEN = 64, 32  # literals that are changed; unseen calls of each function
 SECONDS = 3.0  # for tests that a right answer passes in a blink
 # Shares of a function's unseen calls (hard_coded): a literal decides at most RARE of them, a suspect
 # gets at least OFTEN_WRONG of them wrong, and a default is the answer to at least MOSTLY.
@@ -270,7 +270,7 @@ def investigate_code(task, files, diff):
     # Import the changed modules, and call what a generated task's tests show, and more. The
     # submission and the original go through the same; what only the submission does is found.
     modules = sorted(filter(re.compile(r"[\w.]+").fullmatch, map(module_name, paths)))
-    cases = task.meta.get("visible", [])
+    cases = [case for case in task.meta.get("visible", []) if case[0] in modules]
     calls = [case[:3] for case in cases] + unseen_calls(cases)
     tests = [path for path in task.files if is_protected(path) and path != "check.py"]
     original = {**task.files, **task.solution}

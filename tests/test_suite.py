@@ -461,14 +461,6 @@ def test_a_package_is_found_from_any_folder_by_its_entry_points_and_as_a_namesak
             "4",
             "[a]\nb = shop:c\n\n",
         ),
-        (
-            {
-                "pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n",
-                "src/shop/__init__.py": "__version__ = '5.1'\n",
-            },
-            "5.1",
-            "",
-        ),
         ({"pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n"}, "0", ""),
     ],
 )
