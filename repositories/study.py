@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from repositories import editable, suite as suites
-from repositories.repo_files import PROTECTED, copy_repository, sources
+from repositories.repo_files import copy_repository, sources
 from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
 from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
@@ -62,7 +62,7 @@ class Definition:
     # every definition of this name in its scope, setters and overloads included; node is the last
     nodes: list = field(default_factory=list)
     early: bool = False  # runs while the package is imported: nothing works without it
-    wanted: bool = False  # tests import it by name: they are not collected without it
+    wanted: bool = False  # a file imports or exports it by name, and does not work without it
 
     def size(self):
         """Its number of lines."""
@@ -228,7 +228,8 @@ def sort_tests(runs):
 
 def note_tests(files, found, stable, touched):
     """Notes in each Definition which stable tests run it, whether it runs while the package is
-    imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
+    imported, and whether a file names it in an import or export. touched: node id or "import" -> what it runs.
+    """
     # A class is run where one of its methods is. The keys are those of the tracer
     # (inside/suite_runner.py): path, first line and name of a code object.
     wanted = imported_names(files)
@@ -304,11 +305,13 @@ def methods(one, found):
 
 
 def imported_names(files):
-    """Names that tests and configuration import by `from ... import name`."""
+    """Names that any file imports by `from ... import name`, and the words of files that have an
+    `__all__`."""
     names = set()
     for path, text in files.items():
-        if path.endswith(".py") and PROTECTED.search(path):
-            for node in ast.walk(parsed(text)):
-                if isinstance(node, ast.ImportFrom):
-                    names.update(alias.name for alias in node.names)
+        for node in ast.walk(parsed(text)) if path.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.Constant) and "__all__" in text:
+                names.add(node.value)
     return names
