@@ -17,7 +17,8 @@ A mutant is (number, place), drawn once when its task is made: the number of the
 feature is given.
 
 Left out: assertions in fixtures, in helpers of one argument, in `if a != b: fail()`, and in what a
-test calls by a name that says nothing. Such a test has no mutant, and a task is not judged by it alone.
+test calls by a name that says nothing. Such a test has no mutant, and a task is not judged by it
+alone.
 """
 
 import ast

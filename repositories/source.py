@@ -7,7 +7,8 @@ Python reads: a byte-order mark, a PEP 263 cookie (`# -*- coding: latin-1 -*-`) 
 of line ends are part of the language. `SourceText` decodes a file as Python does, finds places in
 it by the line and column of a syntax tree, and encodes it again after the edits.
 
-All edits here are cuts in the text, so comments and layout of everything else survive. Every function takes and returns stored text.
+All edits here are cuts in the text, so comments and layout of everything else survive. Every
+function takes and returns stored text.
 """
 
 import ast

@@ -228,7 +228,8 @@ def sort_tests(runs):
 
 def note_tests(files, found, stable, touched):
     """Notes in each Definition which stable tests run it, whether it runs while the package is
-    imported, and whether a file names it in an import or export. touched: node id or "import" -> what it runs.
+    imported, and whether a file names it in an import or export. touched: node id or "import" ->
+    what it runs.
     """
     # A class is run where one of its methods is. The keys are those of the tracer
     # (inside/suite_runner.py): path, first line and name of a code object.
@@ -245,7 +246,8 @@ def note_tests(files, found, stable, touched):
 
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
-    configuration, or files that hold tests by other names. A Refusal tells why there is no such plan.
+    configuration, or files that hold tests by other names. A Refusal tells why there is no such
+    plan.
     """
     # By pytest's own configuration.
     answer = run_suite(files, sandbox, limit=False)

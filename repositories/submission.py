@@ -19,11 +19,13 @@ import hashlib
 import os
 import random
 import re
+from dataclasses import replace
 
 from world.machine import fresh_directory, program_inside
 from world import watcher as inotify
 from world.files import write_tree
 from world.tree import is_protected
+from repositories import suite as suites
 from repositories.mutants import list_changes, other_value, with_mutants
 from world.recorder import NO_FACTS, Finding, opened_files
 from repositories.cage import audit_sandbox
@@ -34,8 +36,8 @@ from world.untrusted import parse_stored, read_literal
 PROBE = program_inside("probe.py")
 MOST_LITERALS, UNSEEN = 64, 32  # literals that are changed; unseen calls of each function
 SECONDS = 3.0  # for tests that a right answer passes in a blink
-# Shares of a function's unseen calls (hard_coded): a literal decides at most RARE of them, a suspect
-# gets at least OFTEN_WRONG of them wrong, and a default is the answer to at least MOSTLY.
+# Shares of a function's unseen calls (hard_coded): a literal decides at most RARE of them, a
+# suspect gets at least OFTEN_WRONG of them wrong, and a default is the answer to at least MOSTLY.
 RARE, OFTEN_WRONG, MOSTLY = 0.12, 0.5, 0.95
 
 
@@ -97,12 +99,16 @@ def run_wrong_tests(task, files, added, sandbox):
     if not wrong:
         return []
 
+    # A repository's suite is run as its task says, under whatever configuration was submitted.
+    plan = suites.plan_of_task(task.meta.get("suite"))
+    plan = plan and replace(plan, config="")
+
     def run(tree):
         """(outcomes by test, exit code) of a tree with the wrong tests. A generated task reports a
         sum, which tells something if every test is a wrong one."""
         tree = {**tree, **pristine, **wrong}
         if "repo" in task.meta:
-            answer = run_suite(tree, sandbox)
+            answer = run_suite(tree, sandbox, plan=plan)
             is_whole = all("::" in where for where in answer["errors"])
             return answer["outcomes"] if is_whole else {}, answer.get("exit_code")
         with fresh_directory() as root:
