@@ -104,8 +104,7 @@ def last_words(report):
     # pytest shows an error of the collection as a traceback. Its lines with the error begin with E,
     # and the last of them says most.
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    named = [line for line in lines if line.startswith("fixture '")]
-    return ((marked or named or lines or [""])[-1 if marked else 0])[:300]
+    return (marked[-1:] or lines or [""])[0][:300]
 
 
 def part_of_outcome(report):

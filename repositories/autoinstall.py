@@ -28,11 +28,11 @@ from repositories import suite as suites
 from repositories.copies import installed_copies
 from repositories.editable import setup_arguments
 from world.files import write_tree
-from repositories.repo_files import copy_repository, packages, sources
+from repositories.repo_files import copy_repository, packages
 from world.machine import fresh_directory
 from repositories.run_suite import run_by_plan
 from world.sandbox import Sandbox, has_bwrap, hidden_place
-from repositories.source import module_name
+from repositories.study import module_names
 from world.untrusted import parsed
 from world.task import Refusal
 
@@ -113,24 +113,12 @@ def declared(files):
     lists = dict(settings(trees))
     optional = re.compile(r"(optional-dependencies|extras_require|poetry\.extras)\.([\w-]+)$")
     extras = {match[2] for path in lists if (match := optional.search(path))}
-    extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
 
-    # Words that may be requirements. First those of the lists that tests need.
+    # Words that may be requirements: those of the lists that tests need.
     words = []
     for path, value in lists.items():
         if NEEDED.search(path):
             words += value
-
-    # Then what noxfile.py installs, and what build files give to pip.
-    for call in ast.walk(parsed(files.get("noxfile.py", ""))):
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "install":
-            given = [word.value for word in call.args if isinstance(word, ast.Constant)]
-            words += [word for word in given if isinstance(word, str)]
-    build_file = re.compile(r"^(Makefile|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$")
-    for path, text in files.items():
-        if build_file.search(path):
-            for line in re.findall(r"pip3? install ([^\n&|;#]*)", text):
-                words += line.split()
 
     # Keep the words that have the form of a requirement and name neither this repository nor a tool
     # that installs or builds.
@@ -149,20 +137,6 @@ def declared(files):
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named), *lists]
 
 
-# what a shell would do, and what is no test
-UNWANTED = re.compile(
-    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b"
-)
-
-
-def stated(files):
-    """Python commands that the build files or the README run."""
-    for _, line in suites.command_lines(files):
-        line = re.sub(r"\{posargs[^}]*\}", "", line).strip()
-        if re.match(r"(python3?|py\.?test)\b", line) and not UNWANTED.search(line):
-            yield re.sub(r"^py\.?test", "python -m pytest", line).replace("python3", "python")
-
-
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
     test_file = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$")
@@ -172,19 +146,13 @@ def propose(files):
     tests.sort(key=lambda path: "test" not in path.partition("/")[0])
 
     # The modules that a command can import, the outermost first.
-    every_module = [module_name(path) for path in sources(files)]
-    modules = []
-    for name in every_module:
-        is_dotted = re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
-        if is_dotted and name.split(".")[0] in every_module:
-            modules.append(name)
-    modules.sort(key=lambda name: name.count("."))
+    modules = sorted(module_names(files, set()), key=lambda name: name.count("."))
 
-    # Where no file is named as pytest names tests, the authors' build files say how they are run.
-    plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
+    # Where no file is named as pytest names tests, those that hold tests are.
+    plan, others = suites.configured_plan(files), suites.other_plans(files)
     named_so = any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
-    if stated_ones and not named_so:
-        plan = stated_ones[0][0]
+    if others and not named_so:
+        plan = others[0][0]
     suite = suites.test_command(plan)
 
     def test_run(plan, more=()):
@@ -192,13 +160,9 @@ def propose(files):
         plan = replace(plan, options=[*plan.options, *more])
         return Proposal(suites.test_command(plan), "pass", plan=plan)
 
-    # The commands, the most telling first: the suite, the authors' own lines, imports, test files,
-    # the modules' documentation, single tests. Ten of them are kept.
+    # The commands, the most telling first: the suite, imports, test files, the modules'
+    # documentation, single tests. Ten of them are kept.
     found = [test_run(plan), Proposal(f"{suite} --collect-only", "list the tests", "::")]
-    for line in list(stated(files))[:3]:
-        stated_plan = suites.plan_of_command(line, files)
-        says = "pass" if stated_plan else "end well"
-        found.append(Proposal(line, says, plan=stated_plan))
     for name in modules[:4]:
         command = f"python -c 'import {name}; print({name}.__name__)'"
         found.append(Proposal(command, f"print {name}", name))

@@ -26,7 +26,7 @@ from repositories import leftovers
 from repositories.repo_files import sources
 from world.machine import shown_folders
 from world.tree import PROTECTED
-from repositories.source import code_lines, find_test, package_root
+from repositories.source import code_lines, file_of_test, find_test, package_root
 from world.untrusted import FUNCTIONS
 from world.tree import Link
 
@@ -201,34 +201,32 @@ def without_copies(files, base, lost, gone):
             if not isinstance(node, FUNCTIONS):
                 continue
 
-            # What is looked for: the function's lines of code, and whether more than one of them
-            # says something by itself.
+            # Half of the lines are enough to leave a file out. A source may go only if most of its
+            # lines are lines of the original. A file that has to stay counts as a copy only if it
+            # holds every line of several that say something: one line may be chance.
             lines = code_lines(files[one.path], [node])
             several = len(leftovers.distinctive(lines)) > 1
             for path, text in list(base.items()):
-                # Another source may go only if most of its lines are lines of the original.
-                may_go = path not in origins and not PROTECTED.search(path)
-                if path in code_paths:
-                    may_go = may_go and leftovers.is_copy(text, files[one.path])
-
-                # Half of the lines are enough to leave a file out. A file that has to stay counts
-                # as a copy only if it holds every line of several: one line may be chance.
-                if may_go and leftovers.holds_code(text, lines, node.name):
-                    del base[path]
-                elif may_go or not several:
+                if not leftovers.holds_code(text, lines, node.name):
                     continue
-                elif leftovers.holds_code(text, lines, node.name, every=True):
+                is_source = path in code_paths and not leftovers.is_copy(text, files[one.path])
+                if not is_source and path not in origins and not PROTECTED.search(path):
+                    del base[path]
+                elif several and leftovers.holds_code(text, lines, node.name, every=True):
                     copied = True
     return base, copied
 
 
 def without_test_copies(files, base, hidden):
     """The tree without those files that are not Python and hold the code of a hidden test."""
-    base = dict(base)
+    out = dict(base)
     for group in hidden:
-        node = find_test(files[group.split("::")[0]], group)
-        lines = code_lines(files[group.split("::")[0]], [node])
-        for path in [path for path in base if not path.endswith(".py")]:
-            if leftovers.holds_code(base[path], lines, node.name, every=True):
-                del base[path]
-    return base
+        stored = files[file_of_test(group)]
+        node = find_test(stored, group)
+        lines = code_lines(stored, [node])
+        for path, text in base.items():
+            if not path.endswith(".py") and leftovers.holds_code(
+                text, lines, node.name, every=True
+            ):
+                out.pop(path, None)
+    return out

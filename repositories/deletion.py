@@ -11,13 +11,8 @@ Definitions are those of repositories/study.py. Standard library only.
 import ast
 import re
 
-from repositories.repo_files import sources
 from repositories.study import definitions
-from repositories.source import (
-    remove_names,
-    remove_statements,
-    replace_bodies,
-)
+from repositories.source import remove_statements, replace_bodies
 
 
 def functions_of(chosen):
@@ -42,15 +37,11 @@ def stub_bodies(files, chosen, keep_docstring, body="raise NotImplementedError")
 
 
 def remove_definitions(files, chosen):
-    """The files without these definitions, and without their names in imports and __all__ of other
-    sources."""
-    if not chosen:
-        return dict(files)
+    """The files without these definitions, which no other file imports or exports by name."""
     out = dict(files)
     for path, nodes in nodes_by_path(chosen).items():
         out[path] = remove_statements(files[path], nodes)
-    lost = {(one.path, one.name) for one in chosen}
-    return remove_names(out, sources(out), lost)
+    return out
 
 
 def find_dead_helpers(files, base, chosen, found):

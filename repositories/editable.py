@@ -9,7 +9,8 @@ written into the tree, from what the repository declares.
     metadata       -> {path: text} of the .dist-info folder
 
 Ours, after the specification of installed projects (packaging.python.org). Left out: the programs
-of [project.scripts], versions and entry points that only a build can tell.
+of [project.scripts], versions that only a build can tell, entry points that setup.py or setup.cfg
+declare and no build has written down.
 """
 
 import ast
@@ -52,10 +53,10 @@ def metadata(files, repo=None):
     config = read_ini(files.get("setup.cfg", ""))
     tables = [package_info(files), project, poetry, config.get("metadata", {}), arguments]
 
-    # The first one that tells a name or a version decides. A version that only a build works out
-    # may stand in the package itself.
+    # The first one that tells a name or a version decides. A version that only a build works out is
+    # not known.
     name = first_word(tables, "name")
-    version = first_word(tables, "version") or stated_version(files) or "0"
+    version = first_word(tables, "version") or "0"
     if not name:
         return {}
 
@@ -67,7 +68,7 @@ def metadata(files, repo=None):
         "INSTALLER": "pip\n",
         "direct_url.json": json.dumps({"dir_info": {"editable": True}, "url": "file:///work"}),
     }
-    points = built_points(repo) or point_text(declared_points(project, poetry, config, arguments))
+    points = built_points(repo) or declared_points(project, poetry)
     if points:
         found["entry_points.txt"] = points
     found["RECORD"] = "".join(f"{folder}/{path},,\n" for path in [*sorted(found), "RECORD"])
@@ -115,41 +116,18 @@ def setup_arguments(files):
     return found
 
 
-def stated_version(files):
-    """What a package or module at the top assigns to __version__; "" where none does."""
-    for path in sources(files):
-        is_top = Path(path.removeprefix("src/")).name in ("__init__.py", "_version.py")
-        if is_top and path.removeprefix("src/").count("/") <= 1:
-            match = re.search(r"^__version__\s*=\s*['\"](\w[\w.+!-]*)['\"]", files[path], re.M)
-            if match:
-                return match[1]
-    return ""
-
-
-def declared_points(project, poetry, config, arguments):
-    """{group: {name: "module:object"}} of the entry points that the build files declare."""
-    # pyproject.toml: tables of groups, and scripts, which are groups as well.
-    groups = {**table(project, "entry-points"), **table(poetry, "plugins")}
-    for group, key in (("console_scripts", "scripts"), ("gui_scripts", "gui-scripts")):
-        groups[group] = {**table(poetry, key), **table(project, key)}
-
-    # setup.cfg and setup.py: per group a text or a list with lines `name = module:object`.
-    others = {**config.get("options.entry_points", {}), **table(arguments, "entry_points")}
-    for group, lines in others.items():
-        lines = lines.split("\n") if isinstance(lines, str) else lines
-        if isinstance(lines, (list, tuple)):
-            pairs = [str(line).partition("=") for line in lines]
-            groups[group] = {name.strip(): value.strip() for name, _, value in pairs if value}
-    return groups
-
-
-def point_text(groups):
-    """The text of entry_points.txt."""
+def declared_points(project, poetry):
+    """The text of entry_points.txt by the tables of pyproject.toml: groups, and scripts."""
+    groups = {
+        "console_scripts": {**table(poetry, "scripts"), **table(project, "scripts")},
+        **table(poetry, "plugins"),
+        **table(project, "entry-points"),
+    }
     text = ""
-    for group, points in groups.items():
-        lines = [f"{name} = {value}" for name, value in points.items() if isinstance(value, str)]
-        if lines:
-            text += "\n".join([f"[{group}]", *lines, "", ""])
+    for group in groups:
+        points = table(groups, group).items()
+        lines = [f"{name} = {value}" for name, value in points if isinstance(value, str)]
+        text += "\n".join([f"[{group}]", *lines, "", ""]) if lines else ""
     return text
 
 

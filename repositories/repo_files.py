@@ -56,7 +56,8 @@ def copy_repository(repo):
         for name in sorted(names):
             place = Path(folder, name)
             path = below + name
-            if JUNK.search(path):
+            # an extension that was compiled in its place is no junk: the suite may need it
+            if JUNK.search(path.removesuffix(".so")):
                 continue
             if place.is_symlink():
                 link = read_link(place, root)
@@ -78,6 +79,12 @@ def copy_repository(repo):
             if len(files) > MOST_FILES or size > MOST_BYTES:
                 most = f"{MOST_FILES} files or {MOST_BYTES >> 20} MB"
                 raise Refusal(f"{repo}: too large (more than {most})")
+
+    # A compiled extension that has a source in Python beside it could hold a deleted feature.
+    for path in [path for path in files if path.endswith(".so")]:
+        folder, slash, name = path.rpartition("/")
+        if f"{folder}{slash}{name.partition('.')[0]}.py" in files:
+            del files[path]
 
     # It has to be a repository of Python 3.
     if not any(path.endswith(".py") for path in files):
@@ -104,21 +111,7 @@ def sources(files):
 
 
 def packages(files):
-    """Names under which the sources can be imported: folders and modules at the root or in src/,
-    and packages further down."""
+    """The top-level names under which the sources can be imported."""
     paths = set(sources(files))
-    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
-    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
-    return sorted(first - {"setup", "__init__"})
-
-
-def importable(files):
-    """Top-level names that this repository's files take: packages and single modules, at its root
-    or in src/."""
-    names = set()
-    for path in files:
-        top = "src/" if path.startswith("src/") else ""
-        first, _, rest = path.removeprefix(top).partition("/")
-        if path.endswith(".py") and (not rest or f"{top}{first}/__init__.py" in files):
-            names.add(first.removesuffix(".py"))
-    return sorted(names - {"setup", "conftest"})
+    names = {package_root(path, paths)[1].split(".")[0] for path in paths}
+    return sorted(names - {"setup", "__init__"})

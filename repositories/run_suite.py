@@ -10,10 +10,9 @@ hold. One run has one seed of Python's hashes and one time zone (WORLDS).
 
     run_suite         -> outcomes, seconds and touched code by node id
     green_command     -> a command line for the agent that is green with the original in place
-    import_outcomes   -> which modules can be imported
+    working_imports   -> which modules can be imported
 """
 
-import contextlib
 import json
 import os
 import time
@@ -23,12 +22,11 @@ from world.machine import program_inside
 from repositories import suite as suites
 from world.files import printable, write_tree
 from world.machine import MachineFailure, fresh_directory
-from repositories.source import ANSWER_ERRORS, file_of_test
+from repositories.source import ANSWER_ERRORS, file_of_test, function_of_test
 
-# The programs that run a suite, and import modules, inside the sandbox. It sees none of our files,
-# so their text is given to the Python there.
+# The program that runs a suite inside the sandbox. It sees none of our files, so its text is given
+# to the Python there.
 SUITE = program_inside("suite_runner.py")
-IMPORTS = program_inside("import_check.py")
 
 
 # (seed of Python's hashes, time zone): every command and every verdict uses the first; the others
@@ -73,7 +71,6 @@ def run_by_plan(
     only=None,
     reverse=False,
     trace=False,
-    brief=False,
     limit=True,
     world=WORLDS[0],
     everything=False,
@@ -84,7 +81,7 @@ def run_by_plan(
 
     start(words, stdin) runs a command where the suite stands -> its Result. only: node ids of the
     tests to run; None for all. reverse: the opposite order. trace: note the code that each test
-    runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
+    runs. limit: fail a test that takes a quarter of the time of
     all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
     everything: also run what is no test function, as doctests. times: how many runs of what was
     imported and collected once; what a test did not do in all of them is no outcome of it."""
@@ -94,10 +91,9 @@ def run_by_plan(
         paths = [plan.upwards() + path for path in sorted(set(map(file_of_test, only)))]
 
     # Node ids begin at the root, whatever is collected. No failure and no file that cannot be
-    # collected ends the run, unless it is to be brief.
+    # collected ends the run.
     up = plan.upwards()
     words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
-    words += ["-x"] if brief else []
     words += [] if plan.rewrite else ["--assert=plain"]
     words += ["-c", up + plan.config] if plan.config else []
     words += ["--rootdir", up or ".", *paths]
@@ -147,55 +143,47 @@ def read_outcomes(text, key):
 
     Code of the repository ran in the child, so the form of every part is checked: outcomes are
     known words, each has its seconds as a number, touched code is a list of words."""
-    # Our own answer carries the key and has three tables.
+    # Our own answer carries the key and has four tables.
     try:
         answer = json.loads(text)
     except ANSWER_ERRORS:
         return None
     if type(answer) is not dict or answer.get("key") != key:
         return None
-    outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
-    if not all(type(part) is dict for part in (outcomes, seconds, touched)):
+    names = "outcomes", "seconds", "touched", "errors"
+    tables = [answer.get(name, {}) for name in names]
+    if not all(type(table) is dict for table in tables):
         return None
+    outcomes, seconds, touched, errors = tables
 
     # Unknown outcomes count as failures. A test whose node id is too long, or no text, is left out:
-    # it could not be asked for.
-    known = ("passed", "failed", "skipped", "xfail", "error")
-    outcomes = {
-        node: outcome if outcome in known else "failed"
-        for node, outcome in outcomes.items()
-        if printable(node, LONGEST_NODE) == node
-    }
+    # it could not be asked for. Seconds are 0 where they make no sense.
+    known, found = ("passed", "failed", "skipped", "xfail", "error"), {}
+    for node, outcome in outcomes.items():
+        if printable(node, LONGEST_NODE) == node:
+            found[node] = outcome if outcome in known else "failed"
+            took = seconds.get(node)
+            is_time = type(took) in (int, float) and 0 <= took < 1e6
+            seconds[node] = float(took) if is_time else 0.0
 
-    # Seconds of each test, 0 where they make no sense; and the code that each test ran.
-    times = dict.fromkeys(outcomes, 0.0)
-    for node in outcomes:
-        took = seconds.get(node)
-        if type(took) in (int, float) and 0 <= took < 1e6:
-            times[node] = float(took)
-    touched_code = {}
-    for node, places in touched.items():
-        if type(places) is list:
-            touched_code[node] = [place for place in places if type(place) is str]
+    # The code that each test ran, and what was said of errors and of the run as a whole, cut to
+    # lengths that a log can hold.
+    def texts(value):
+        return [text for text in value if type(text) is str] if type(value) is list else []
 
-    # What was said of errors and of the run as a whole, cut to lengths that a log can hold.
-    said_of = {}
-    errors = answer.get("errors")
-    if type(errors) is dict:
-        for where, text in errors.items():
-            if type(text) is str:
-                said_of[printable(where, 1000)] = printable(text, 400)
-    again, said = answer.get("again"), answer.get("said")
-    status, others = answer.get("status"), answer.get("others")
     return {
-        "outcomes": outcomes,
-        "seconds": times,
-        "touched": touched_code,
-        "errors": said_of,
-        "again": {node for node in again if type(node) is str} if type(again) is list else set(),
-        "status": status if type(status) is int else 0,
-        "others": others if type(others) is int else 0,
-        "said": printable(said, 8000) if type(said) is str else "",
+        "outcomes": found,
+        "seconds": seconds,
+        "touched": {node: texts(places) for node, places in touched.items()},
+        "errors": {
+            printable(at, 1000): printable(text, 400)
+            for at, text in errors.items()
+            if type(text) is str
+        },
+        "again": set(texts(answer.get("again"))),
+        "status": answer.get("status"),
+        "others": answer.get("others") if type(answer.get("others")) is int else 0,
+        "said": printable("".join(texts([answer.get("said")])), 8000),
     }
 
 
@@ -203,24 +191,24 @@ LONGEST_COMMAND = 2000  # characters of a command with all that it leaves out
 
 
 def green_command(files, plan, ignored, left_out, sandbox):
-    """(the command line of a plan that is green for these files, the files it ignores, the tests it
-    leaves out); (None, [], the reason) where there is none.
+    """(the command line of a plan that is green for these files, the files it ignores, the test
+    functions it leaves out); (None, [], the reason) where there is none.
 
     What is red in the original is left out by name: test files, tests, doctests, checks of
     style."""
-    left_out, ignored, known, reason = set(left_out), set(ignored), {}, ""
+    left_out, ignored, reason = set(map(function_of_test, left_out)), set(ignored), ""
     for number in range(4):
         # What is red, as the reporter tells it. Doctests and checks of style count, too, since the
         # command runs them. At first nothing may have to be left out by name.
         if left_out or number:
             answer = run_suite(files, sandbox, limit=False, plan=plan, everything=True)
-            known = answer["outcomes"]
-            left_out = {node for node in left_out if node in known}
-            left_out |= {node for node in known if known[node] in ("failed", "error")}
+            outcomes = answer["outcomes"]
+            left_out |= {node for node in outcomes if outcomes[node] in ("failed", "error")}
+            left_out = set(map(function_of_test, left_out)) & set(map(function_of_test, outcomes))
             ignored |= {where for where in answer["errors"] if where in files}
 
         # The command without it, which is run as the agent will run it.
-        command = suites.test_command(plan, left_out, ignored, known)
+        command = suites.test_command(plan, left_out, ignored)
         if len(command) > LONGEST_COMMAND:
             too_many = f"{len(left_out)} tests and {len(ignored)} files"
             return None, [], f"{too_many} would have to be left out"
@@ -245,17 +233,23 @@ def is_green(result):
     return result.exit_code == 0 and not result.timed_out
 
 
-def import_outcomes(files, sandbox, names):
-    """{module: outcome} of importing these modules in one process. An outcome is "" where all is
-    well, else the exception's name or the names that `__all__` lists and the module lacks. If one
-    module ends the process, it and those after it have no outcome."""
-    # One process imports all of them and answers line by line, since any of them may end it.
-    result = sandbox.run_files(files, [*sandbox.python, "-c", IMPORTS], json.dumps(names))
+# A test file of ours: can each of these modules be imported, and does it hold what its `__all__`
+# says?
+IMPORT_TESTS = """
+import importlib
+import pytest
 
-    # A line that is not of this form is passed over: a module may print whatever it likes.
-    outcomes = {}
-    for line in result.output.split("\n"):
-        with contextlib.suppress(*ANSWER_ERRORS):
-            name, outcome = json.loads(line)
-            outcomes[name] = outcome
-    return outcomes
+@pytest.mark.parametrize("name", {names})
+def test_import(name):
+    module = importlib.import_module(name)
+    assert all(hasattr(module, word) for word in getattr(module, "__all__", ()))
+"""
+
+
+def working_imports(files, sandbox, names, plan=None):
+    """Those of these modules that can be imported. If one of them ends the process, none can."""
+    path = "test_import_of_every_module.py"
+    nodes = [f"{path}::test_import[{name}]" for name in names]
+    tree = {**files, path: IMPORT_TESTS.format(names=names)}
+    outcomes = run_suite(tree, sandbox, nodes, plan=plan)["outcomes"] if names else {}
+    return [name for name, node in zip(names, nodes) if outcomes.get(node) == "passed"]

@@ -13,26 +13,17 @@ inherits, repositories of more than 5,000 files.
 """
 
 import ast
-import functools
 import importlib.util
-import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from repositories import editable, suite as suites
-from repositories.repo_files import (
-    JUNK,
-    MOST_BYTES,
-    PROTECTED,
-    copy_repository,
-    importable,
-    packages,
-    sources,
-)
-from repositories.refusals import explain_error, missing_module, no_tests, suite_fails, too_slow
-from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from repositories.repo_files import copy_repository, sources
+from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
+from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
 from repositories.source import file_of_test, find_definitions, first_line, is_text, package_root
@@ -71,7 +62,7 @@ class Definition:
     # every definition of this name in its scope, setters and overloads included; node is the last
     nodes: list = field(default_factory=list)
     early: bool = False  # runs while the package is imported: nothing works without it
-    wanted: bool = False  # tests import it by name: they are not collected without it
+    wanted: bool = False  # a file imports or exports it by name, and does not work without it
 
     def size(self):
         """Its number of lines."""
@@ -117,17 +108,17 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     plan, name = first["plan"], Path(repo).resolve().name
 
     # 2) Keep the tests that pass in every run and are not too slow. A suite in which more tests
-    # fail than pass is refused.
+    # fail than pass is refused. A test behind a link to a folder stands in no file of the tree that
+    # could be changed.
     runs = run_many_times(repo, files, sandbox, first, time_limit)
-    found_out = sort_tests(first, runs)
-    # a test behind a link to a folder stands in no file of the tree that could be changed
-    found_out["stable"] = [node for node in found_out["stable"] if file_of_test(node) in files]
-    if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
+    passing, slow, red = sort_tests(runs)
+    stable = sorted(node for node in passing - slow if file_of_test(node) in files)
+    kinds = Counter(first["outcomes"].values())
+    if not stable or kinds["failed"] + kinds["error"] > len(passing):
         raise Refusal(suite_fails(repo, files, first))
 
     # 3) Trace which test runs which definition, and time the stable tests alone. A test that needs
     # one that was left out fails now, and is left out as well.
-    stable = found_out["stable"]
     traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
     touched = traced.get("touched", {})
     start = time.perf_counter()
@@ -143,32 +134,31 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
 
     # 4) Find a command that is green: it leaves out the files and tests that are red.
     ignored = sorted(where for where in first["errors"] if where in files)
-    left_out = {*found_out["failing"], *found_out["red"]}
-    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    command, ignored, left_out = green_command(files, plan, ignored, red, sandbox)
     if not command:
         raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
 
-    # 5) Say what was found.
+    # 5) Say what was found. A file that cannot be collected is one more error.
     found = definitions(files)
     note_tests(files, found, stable, touched)
-    counts = count_tests(first, found_out, stable, ignored)
     number_run = sum(bool(one.tests) for one in found)
     say(
-        f"{name}: {len(files)} files; {counts}; "
+        f"{name}: {len(files)} files; {len(first['outcomes'])} tests, {len(stable)} stable, "
+        f"{kinds['failed']} failing, {kinds['error'] + len(ignored)} errors, "
+        f"{kinds['passed'] - len(passing)} flaky, {len(slow)} slow; "
         f"{number_run} of {len(found)} definitions are run by a test"
     )
     for line in plan.said:
         say(f"{name}: {line}")
     for path in ignored[:3]:
-        why = explain_error(path, first["errors"][path], files, packages(files), repo)
+        why = explain_error(path, first["errors"][path], files, repo)
         say(f"{name}: not collected: {why}")
 
     # 6) Find out which modules can be imported: a deletion must not change that.
     ran = set()
     for places in touched.values():
         ran.update(place.rsplit(":", 2)[0] for place in places)
-    imported = import_outcomes(files, sandbox, module_names(files, ran))
-    modules = [module for module, outcome in imported.items() if outcome == ""]
+    modules = working_imports(files, sandbox, module_names(files, ran), plan)
     return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
 
 
@@ -176,7 +166,10 @@ def refuse_unusable(repo, files):
     """Raises a Refusal where this Python cannot run the suite at all."""
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
-    for name in sorted(modules_of_pytest() & set(importable(files))):
+    for name in sorted(suites.RUNNERS):
+        ends = f"{name}.py", f"{name}/__init__.py", f"src/{name}/__init__.py"
+        if not files.keys() & set(ends):
+            continue
         raise Refusal(
             f"{repo}: it is {name}, which pytest itself runs on: without a feature of it no test "
             "could be run: use another repository"
@@ -186,15 +179,6 @@ def refuse_unusable(repo, files):
             f"this Python is in {sys.prefix}, and the sandbox shows nothing of "
             f"{hidden_place(sys.prefix)}: use a Python or a virtual environment elsewhere"
         )
-
-
-@functools.lru_cache(1)
-def modules_of_pytest():
-    """Top-level names of what pytest imports, but for the standard library."""
-    code = "import pytest, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-    tops = {name.partition(".")[0] for name in done.stdout.split()}
-    return tops - set(sys.stdlib_module_names) | {"pytest", "_pytest"}
 
 
 def run_many_times(repo, files, sandbox, first, time_limit):
@@ -221,69 +205,32 @@ def run_many_times(repo, files, sandbox, first, time_limit):
     return runs
 
 
-def sort_tests(first, runs):
-    """The tests by how they did in all runs, as a dictionary of lists of node ids.
-
-    passing: in every run; failing: in the first run; unstable: passed in the first run, though not
-    in every one; red: unstable also within the first of WORLDS; slow and stable: the two parts of
-    passing."""
-    outcomes, answers = first["outcomes"], [run for _, run in runs]
-
-    def always_passes(node, some_runs):
-        return all(run["outcomes"].get(node) == "passed" for run in some_runs)
-
+def sort_tests(runs):
+    """Sorts the tests by how they did in all runs [(world, answer)] -> three sets of node ids:
+    those that always pass; of these the slow ones; those that are red in the first world now and
+    then, in which the agent's commands run."""
     # Tests that a plugin ran again within one run pass now and then, whatever their last outcome.
-    changed_mind = set()
-    for run in answers:
-        changed_mind.update(run.get("again", ()))
-    passing = [
-        node for node in outcomes if always_passes(node, answers) and node not in changed_mind
-    ]
-    failing = [node for node, outcome in outcomes.items() if outcome in ("failed", "error")]
-    passed_once = [node for node, outcome in outcomes.items() if outcome == "passed"]
-    unstable = [node for node in passed_once if node not in set(passing)]
-
-    # The agent's commands run with the first world's seed and time zone. A test that always passes
-    # there does not make such a command red.
-    here = [run for world, run in runs if world == WORLDS[0]]
-    red = [node for node in unstable if not always_passes(node, here)]
+    passing, red = set(runs[0][1]["outcomes"]), set()
+    for world, run in runs:
+        outcomes = run["outcomes"]
+        passing = {node for node in passing if outcomes.get(node) == "passed"}
+        passing -= set(run.get("again", ()))
+        if world == WORLDS[0]:
+            red |= {node for node in outcomes if outcomes[node] in ("failed", "error")}
 
     # A test is slow if it takes more than 0.1 s and three times the median: each task runs the
     # stable tests several times.
-    seconds = {}
-    for node in passing:
-        seconds[node] = min(run["seconds"].get(node, 0.0) for run in answers)
-    bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
-    slow = [node for node in passing if seconds[node] > bearable]
-    return dict(
-        passing=passing,
-        failing=failing,
-        unstable=unstable,
-        red=red,
-        slow=slow,
-        stable=sorted(set(passing) - set(slow)),
-    )
-
-
-def count_tests(first, found_out, stable, ignored):
-    """How many tests there are of each sort, in words."""
-    # Errors are counted among the failing tests; here they are told apart, and a file that cannot
-    # be collected is one more.
-    errors = sum(outcome == "error" for outcome in first["outcomes"].values())
-    counts = dict(
-        tests=len(first["outcomes"]),
-        stable=len(stable),
-        failing=len(found_out["failing"]) - errors,
-        errors=errors + len(ignored),
-        flaky=len(found_out["unstable"]),
-        slow=len(found_out["slow"]),
-    )
-    return ", ".join(f"{number} {what}" for what, number in counts.items())
+    seconds = {node: min(run["seconds"].get(node, 0.0) for _, run in runs) for node in passing}
+    times = sorted(seconds.values()) or [0.0]
+    bearable = max(0.1, 3 * times[len(times) // 2])
+    return passing, {node for node in passing if seconds[node] > bearable}, red
 
 
 def note_tests(files, found, stable, touched):
     """Notes in each Definition which stable tests run it, whether it runs while the package is
-    imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
+    imported, and whether a file names it in an import or export. touched: node id or "import" ->
+    what it runs.
+    """
     # A class is run where one of its methods is. The keys are those of the tracer
     # (inside/suite_runner.py): path, first line and name of a code object.
     wanted = imported_names(files)
@@ -299,21 +246,13 @@ def note_tests(files, found, stable, touched):
 
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
-    configuration, or what the authors' build files say. A Refusal tells why there is no such plan.
-
-    Adds to `files` the extensions that a build has compiled, where the suite needs them."""
+    configuration, or files that hold tests by other names. A Refusal tells why there is no such
+    plan.
+    """
     # By pytest's own configuration.
     answer = run_suite(files, sandbox, limit=False)
     if answer.get("timed_out"):
         raise Refusal(too_slow(repo, answer, sandbox.time_limit))
-
-    # Once more with what only a build writes, where the suite missed it.
-    built = built_files(repo, files, answer)
-    if built:
-        files.update(built)
-        answer = run_suite(files, sandbox, limit=False)
-        line = f"taken as a build leaves it: {', '.join(sorted(built))}"
-        answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
 
     def passed(one):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
@@ -323,16 +262,15 @@ def find_plan(repo, files, sandbox):
         uncollected = sum("::" not in where for where in one["errors"])
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
-    # Where much fails, try what the authors' build files say, until one plan is healthy.
-    best, plans = answer, suites.stated_plans(files)[:6]
-    while plans and not healthy(best):
-        plan, where = plans.pop(0)
-        if plan == answer["plan"]:
-            continue
+    # Where much fails, try the files that hold tests, until one plan is healthy.
+    best = answer
+    for plan, why in suites.other_plans(files):
+        if healthy(best):
+            break
         other = run_suite(files, sandbox, limit=False, plan=plan)
         if passed(other) > passed(best):
             best = other
-            best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+            best["plan"] = replace(plan, said=[*plan.said, why])
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
 
@@ -342,29 +280,6 @@ def find_plan(repo, files, sandbox):
     if passed(run_suite(files, sandbox, limit=False, plan=plain)) >= passed(best):
         best["plan"] = plain
     return best
-
-
-def built_files(repo, files, answer):
-    """{path: text} of the extensions that were compiled in place, where a suite asked in vain for a
-    module of the repository. None of them holds any Python that could be deleted."""
-    own = set(importable(files))
-    texts = [*answer["errors"].values(), answer["said"]]
-    if not any(missing_module(text).partition(".")[0] in own for text in texts):
-        return {}
-
-    # copy_repository leaves them out as JUNK. One beside a Python source of its name is not taken:
-    # it could hold that code.
-    found = {}
-    for place in sorted(Path(repo).rglob("*.so")):
-        path = place.relative_to(repo).as_posix()
-        folder = path.rpartition("/")[0] + "/"
-        # shop/_fast.cpython-311.so would stand beside shop/_fast.py
-        source = path.removesuffix(place.name) + place.name.partition(".")[0] + ".py"
-        if JUNK.search(folder) or source in files or not place.is_file():
-            continue
-        if place.stat().st_size < MOST_BYTES:
-            found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
-    return found
 
 
 def module_names(files, ran):
@@ -392,11 +307,13 @@ def methods(one, found):
 
 
 def imported_names(files):
-    """Names that tests and configuration import by `from ... import name`."""
+    """Names that any file imports by `from ... import name`, and the words of files that have an
+    `__all__`."""
     names = set()
     for path, text in files.items():
-        if path.endswith(".py") and PROTECTED.search(path):
-            for node in ast.walk(parsed(text)):
-                if isinstance(node, ast.ImportFrom):
-                    names.update(alias.name for alias in node.names)
+        for node in ast.walk(parsed(text)) if path.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.Constant) and "__all__" in text:
+                names.add(node.value)
     return names

@@ -1,4 +1,4 @@
-"""How the authors of a repository run its tests.
+"""How the suite of a repository is run.
 
 Functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it, and so
 do the study before tasks are made and the command that a task tells the agent. Ours, after what
@@ -8,13 +8,12 @@ repositories/refusals.py, what an installation adds by repositories/editable.py.
 
 import configparser
 import importlib.util
+import os
 import re
 import shlex
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-
-from repositories.source import file_of_test
 
 # Where pytest looks for its configuration, in this order. The last three serve other tools as well
 # and count only where they hold a section of pytest's.
@@ -28,40 +27,19 @@ CONFIG_FILES = (
     "setup.cfg",
 )
 
-# Options that cannot be kept, each with the reason. Coverage would set a trace function, and so do
-# we. Several processes, another order or a stop at the first failure would hide outcomes.
-LEFT_OUT = [
-    (re.compile(pattern), why)
-    for pattern, why in (
-        (r"--(no-)?cov\b.*|--cov[-=].*|--no-cov-on-fail", "coverage"),
-        (
-            r"-n(\d+|auto|logical)?|--numprocesses\b.*|--dist\b.*|--maxprocesses\b.*|--tx\b.*"
-            r"|-f|--looponfail|--max-worker-restart\b.*|--workers\b.*|--tests-per-worker\b.*",
-            "several processes",
-        ),
-        (r"--randomly-.*|--random-order.*|--reverse|--random.*", "a random order"),
-        (
-            r"-x|--exitfirst|--maxfail\b.*|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
-            r"|--co|--collect-only",
-            "an early end",
-        ),
-        (
-            r"--junit-?xml\b.*|--html\b.*|--self-contained-html|--alluredir\b.*|--report-log\b.*",
-            "a report",
-        ),
-    )
-]
+# Options that cannot be kept. Coverage would set a trace function, and so do we. Several processes,
+# another order or a stop at the first failure would hide outcomes.
+LEFT_OUT = re.compile(
+    r"--(no-)?cov([-=].*)?"
+    r"|-n(\d+|auto|logical)?|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
+    r"|-f|--looponfail|--reverse|--random.*"
+    r"|-x|--exitfirst|--maxfail(=.*)?|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
+    r"|--co|--collect-only"
+)
+WHY_LEFT_OUT = "no coverage, several processes, other order or early end"
 
-# Options that take the next word as their value.
-VALUED = set("""
-    --alluredir --asyncio-mode --basetemp --capture --color --confcutdir --config-file --cov
-    --cov-config --cov-fail-under --cov-report --deselect --dist --doctest-glob --durations
-    --durations-min --durations-path --html --ignore --ignore-glob --import-mode --junit-prefix
-    --junit-xml --junitxml --log-cli-level --log-file --log-level --maxfail --maxprocesses
-    --numprocesses --override-ini --pythonwarnings --random-order-bucket --random-order-seed
-    --randomly-seed --reruns --reruns-delay --rootdir --tb --timeout --timeout-method --tx
-    --workers -W -c -k -m -n -o -p -r
-    """.split())
+# Packages that run the tests. Neither a repository nor a submission may bring one of them.
+RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
 
 # Each plugin with the fixtures, marks and options that it provides. Only known names are listed: a
 # package whose name was guessed is a stranger's code.
@@ -152,27 +130,16 @@ def plan_of_task(meta):
         return None
 
     # A file of tasks may come from a stranger: only known fields are taken, each of its type.
-    lists, texts = ("options", "paths"), ("config", "folder")
-    refusal = ValueError("no plan of a suite")
-    if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
-        raise refusal
-    if type(meta.get("rewrite", True)) is not bool:
-        raise refusal
-
-    # Lists of words that a command line can hold.
-    for name in lists:
-        words = meta.get(name, [])
-        if type(words) is not list:
-            raise refusal
-        if not all(type(word) is str and "\0" not in word for word in words):
-            raise refusal
-
-    # Paths that do not lead out of the tree.
-    for name in texts:
-        text = meta.get(name, "")
-        if type(text) is not str or text.startswith("/") or ".." in PurePosixPath(text).parts:
-            raise refusal
-    return Plan(**meta)
+    default = Plan()
+    is_plan = type(meta) is dict and meta.keys() <= default.to_meta().keys()
+    if is_plan and all(type(value) is type(getattr(default, name)) for name, value in meta.items()):
+        # Words that a command line can hold, and paths that do not lead out of the tree.
+        plan = Plan(**meta)
+        places, words = [plan.config, plan.folder], [*plan.options, *plan.paths]
+        if all(type(word) is str and "\0" not in word for word in [*places, *words]):
+            if not any(one.startswith("/") or ".." in PurePosixPath(one).parts for one in places):
+                return plan
+    raise ValueError("no plan of a suite")
 
 
 # ---------------------------------------------------------------- what the configuration says
@@ -233,67 +200,39 @@ def words_of(value):
         return str(value or "").split()
 
 
-def grouped(words, exists=lambda word: False):
-    """The words of a command line in groups; an option and its value form one group.
-
-    exists: whether a word names a file or folder of the repository."""
-    # Each word begins a group; the word after it may be its value.
-    groups, left = [], list(words)
-    while left:
-        word = left.pop(0)
-        groups.append([word])
-        if not left or left[0].startswith("-"):
-            continue
-
-        # VALUED lists the options that take a value. An unknown option may take a number. --cov
-        # takes its value or none: a path behind it is what to collect.
-        is_option = word.startswith("-") and "=" not in word
-        takes_one = word in VALUED or is_option and re.fullmatch(r"\d+(\.\d+)?", left[0])
-        if takes_one and not (word == "--cov" and exists(left[0])):
-            groups[-1].append(left.pop(0))
-    return groups
-
-
-def keep_options(words):
-    """(the words that are kept, {reason: those left out})."""
-    kept, left_out = [], {}
-
-    # An option is left out for what it does, or because `-p` names a plugin that is not used here.
-    unused = re.compile(r"-p (no:)?(xdist|randomly|random_order|cov|pytest_cov)")
-    for group in grouped(words):
-        why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
-        if unused.fullmatch(" ".join(group)):
-            why = "a plugin that is not used here"
-        if why:
-            left_out.setdefault(why, []).extend(group)
-        else:
-            kept += group
-    return kept, left_out
+def split_options(words, is_refused):
+    """(the words of a command line that are kept, those that are refused). The word behind an option
+    goes with it: its value, as `src` in `--cov src`."""
+    groups = []
+    for word in words:
+        option = groups[-1][0] if groups and len(groups[-1]) == 1 else ""
+        is_value = option.startswith("-") and "=" not in option and not word.startswith("-")
+        groups = [*groups[:-1], [option, word]] if is_value else [*groups, [word]]
+    kept, refused = [], []
+    for group in groups:
+        (refused if is_refused(group) else kept).extend(group)
+    return kept, refused
 
 
 def configured_plan(files):
     """The Plan of `pytest` at the root: its configuration, without what cannot be kept."""
-    # Which of the configured options can be kept.
-    config, settings = pytest_settings(files)
-    addopts = words_of(settings.get("addopts"))
-    kept, left_out = keep_options(addopts)
-
-    # If one has to go, the kept ones are given on the command line, where they replace the
-    # configuration's own addopts.
+    config, _ = pytest_settings(files)
     plan = Plan(config=config)
-    if left_out:
-        plan.options = ["-o", f"addopts={shlex.join(kept)}"]
-        plan.said = [
-            f"pytest runs without {shlex.join(words)} ({why})" for why, words in left_out.items()
-        ]
+    plan = without_options(plan, files, is_left_out, WHY_LEFT_OUT) or plan
     if importlib.util.find_spec("pytest_randomly"):
         line = "pytest-randomly is switched off: it draws the order of the tests anew in each run"
         plan = with_options(plan, ["-p", "no:randomly"], line)
     return plan
 
 
-def without_options(plan, files, refused, why):
-    """The plan without the options that pytest refused, and without their values."""
+def is_left_out(group):
+    """Whether an option, [word] or [word, value], cannot be kept."""
+    return bool(LEFT_OUT.fullmatch(group[0]))
+
+
+def without_options(plan, files, is_refused, why):
+    """The plan without the options that are refused, and without their values; None where there is
+    none. is_refused: of an option, [word] or [word, value]."""
     # The options in force: those of the configuration, or those that this plan has put in their
     # place by `-o addopts=...` (the word before them is the -o).
     _, settings = pytest_settings(files)
@@ -304,27 +243,12 @@ def without_options(plan, files, refused, why):
             other = plan.options[: i - 1] + plan.options[i + 1 :]
             break
 
-    # whether a word names a file or a folder of the repository
-    def present(word):
-        folder = word.rstrip("/") + "/"
-        return word in files or any(path.startswith(folder) for path in files)
-
-    # Drop the refused options. A word that follows one and names no file is its value.
-    kept, gone, refused_before = [], [], False
-    for group in grouped(addopts, present):
-        is_value = not group[0].startswith("-") and not present(group[0])
-        if group[0] in refused or group in refused or refused_before and is_value:
-            gone += group
-            refused_before = group[0].startswith("-") and len(group) == 1
-        else:
-            kept += group
-            refused_before = False
-
-    # None tells that nothing could be dropped, so another run would be refused again.
-    if not gone:
+    # The kept ones are given on the command line, where they replace the configuration's own.
+    kept, refused = split_options(addopts, is_refused)
+    if not refused:
         return None
     options = ["-o", f"addopts={shlex.join(kept)}", *other]
-    line = f"pytest runs without {shlex.join(gone)} ({why})"
+    line = f"pytest runs without {shlex.join(refused)} ({why})"
     return replace(plan, options=options, said=[*plan.said, line])
 
 
@@ -351,13 +275,12 @@ def adapted(plan, files, said, errors):
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
         names = sorted({provider(word) for word in words} - {""})
-        why = "no plugin here knows it"
-        if names:
-            why = f"{' and '.join(names)} is not installed"
-        return without_options(plan, files, words, why)
+        why = f"{' and '.join(names)} is not installed" if names else "no plugin here knows it"
+        return without_options(plan, files, lambda group: group[0] in words, why)
     if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
-        words = [["-p", match[1]], f"-p{match[1]}"]
-        return without_options(plan, files, words, f"the plugin {match[1]} is not installed")
+        words = f"-p{match[1]}", f"-p {match[1]}"
+        why = f"the plugin {match[1]} is not installed"
+        return without_options(plan, files, lambda group: " ".join(group) in words, why)
 
     # A setting or a mark of a plugin that is not here: the repository is strict about them, or
     # pytest warns and the repository turns warnings into errors.
@@ -368,8 +291,8 @@ def adapted(plan, files, said, errors):
     if name and LENIENT[1] not in plan.options:
         owner = provider(name)
         why = f"{owner} is not installed" if owner else f"no plugin here knows {name}"
-        strict = ["--strict", "--strict-config", "--strict-markers"]
-        found = without_options(plan, files, strict, why) or plan
+        strict = "--strict", "--strict-config", "--strict-markers"
+        found = without_options(plan, files, lambda group: group[0] in strict, why) or plan
         return with_options(found, LENIENT, f"unknown settings and marks are allowed ({why})")
 
     # Two test files of one name, in folders that are no packages.
@@ -393,216 +316,38 @@ def first_group(pattern, texts):
     return ""
 
 
-# ---------------------------------------------------------------- what tox, make, CI and others run
-COMMAND_FILES = re.compile(
-    r"^(tox\.ini|setup\.cfg|pyproject\.toml|noxfile\.py|Makefile|makefile|GNUmakefile"
-    r"|justfile|Justfile|setup\.py|\.travis\.yml"
-    r"|\.gitlab-ci\.yml|azure-pipelines\.yml|appveyor\.yml|\.appveyor\.yml"
-    r"|\.github/workflows/[^/]*|\.circleci/config\.yml"
-    r"|(scripts?|bin|ci)/[^/]*test[^/]*|[^/]*test[^/]*\.sh|README[^/]*|CONTRIBUTING[^/]*)$"
-)
-RUNNERS = re.compile(
-    r"\b(py\.?test|unittest|nose(tests|2)?|python[\d.]*\s+\S*tests?\S*\.py|setup\.py\s+test)\b"
-)
+# ---------------------------------------------------------------- tests that pytest does not find
+HOLDS_TESTS = re.compile(r"^\s*(async )?def test_|^class \w+\(.*TestCase", re.M)
 
 
-# what may precede a command in a line of a build file: a prompt, a dash of a list, a key
-LINE_HEAD = re.compile(
-    r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?" r"\s*[:=]?\s*[-@|]*\s*"
-)
+def other_plans(files):
+    """[(Plan, what it does)] for a suite that pytest does not run by itself: it collects every file
+    that holds tests, whatever the file is called, and starts at the root or in their own folder."""
+    paths = [
+        path for path in sorted(files) if path.endswith(".py") and HOLDS_TESTS.search(files[path])
+    ]
+    if not paths:
+        return []
+    plan = configured_plan(files)
+    plans = [(replace(plan, paths=paths), f"the files with tests are named ({paths[0]} and so on)")]
 
-
-def command_lines(files):
-    """(path, line) of every line of the build files that may hold a command; stated_plans keeps
-    those that run tests."""
-    # Where the authors are most likely to say it comes first; prose (README) comes last.
-    order = ("tox.ini", "noxfile.py", "pyproject.toml", "setup.cfg", "Makefile", "setup.py")
-
-    def rank(path):
-        place = order.index(path) if path in order else len(order)
-        return place, path.startswith(("README", "CONTRIB")), path
-
-    for path in sorted((path for path in files if COMMAND_FILES.match(path)), key=rank):
-        # A command may go on in the next line. Each kind of file writes commands in its own way.
-        text = files[path].replace("\\\n", " ")
-        if path == "noxfile.py":
-            for call in re.findall(r"session\.run\(([^)]*)\)", text, re.S):
-                words = re.findall(r"['\"]([^'\"]+)['\"]", call)
-                yield path, shlex.join(words)
-        elif path == "setup.py":
-            if match := re.search(r"test_suite\s*=\s*['\"]([\w.]+)['\"]", text):
-                yield path, f"python -m unittest {match[1]}"
-        elif path.endswith(".toml"):
-            for line in re.findall(r"=\s*(?:\[\s*)?[\"'](.*?)[\"']\s*[\],}]*\s*$", text, re.M):
-                yield path, line
-        else:
-            for line in text.split("\n"):
-                yield path, LINE_HEAD.sub("", line).strip("`'\" ")
-
-
-def stated_plans(files):
-    """[(Plan, where it is said)] of the commands by which the authors run their tests."""
-    # Each command that starts a known runner, once.
-    plans = []
-    for path, line in command_lines(files):
-        if not RUNNERS.search(line):
-            continue
-        folder = ""
-        # One line may hold several commands, and a `cd` before them.
-        for part in re.split(r"&&|;|\|\|?", line):
-            words = words_of(part)
-            if words[:1] == ["cd"] and len(words) == 2:
-                folder = words[1].strip("./")
-                continue
-            found = plan_in_folder(part.strip(), files, folder)
-            if found and all(found != plan for plan, _ in plans):
-                plans.append((found, f"`{part.strip()[:80]}` in {path}"))
-
-    # Last, files that hold tests and are named like tests, though not by pytest's own pattern.
-    named = sorted(
-        path
-        for path in files
-        if re.search(r"(^|/)(tests?|unit_?tests?|[^/]*tests|test[^/_][^/]*)\.py$", path, re.I)
-        and path.count("/") < 3
-        and re.search(r"^\s*(def test|class \w+.*TestCase)", files[path], re.M)
-    )
-    if named:
-        plan = configured_plan(files)
-        plan.paths = named
-        plans.append((plan, f"the name of {named[0]}"))
+    # The folder that holds all of them: what they open may stand beside them.
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    if folder:
+        inner = [path.removeprefix(folder + "/") for path in paths]
+        plans.append((replace(plan, folder=folder, paths=inner), f"they are started in {folder}"))
     return plans
 
 
-def plan_in_folder(line, files, folder):
-    """The Plan of a command line that is given in a folder of the repository, or None."""
-    if not folder:
-        return plan_of_command(line, files)
-    # The command sees this folder as its root.
-    top = folder + "/"
-    inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
-    plan = plan_of_command(line, inner)
-    if plan is None:
-        return None
-    plan.folder = folder
-    plan.config = top + plan.config if plan.config else configured_plan(files).config
-    return plan
-
-
-def plan_of_command(line, files):
-    """The Plan of one command line that runs tests, or None."""
-    # Defaults of tox's {posargs} are kept; every other variable, of a shell or of make, is dropped.
-    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
-    line = re.sub(r"(\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+)/?|\\$", " ", line)
-    runner, rest = runner_of(words_of(line))
-
-    # A path counts only if the repository has it.
-    folders = set()
-    for path in files:
-        folders.update(str(parent) for parent in PurePosixPath(path).parents)
-
-    def present(word):
-        return word in files or word.rstrip("/") in folders or word in (".", "./")
-
-    def tidy(word):
-        return word.removeprefix("./").rstrip("/") or "."
-
-    # Each runner has its own way to say what is collected.
-    plan = configured_plan(files)
-    if runner in ("pytest", "py.test"):
-        kept, _ = keep_options(rest)
-        for group in grouped(kept, present):
-            if group[0].startswith("-"):
-                plan.options += group
-            elif present(tidy(group[0].partition("::")[0])):
-                plan.paths.append(tidy(group[0]))
-        return plan
-    if runner == "unittest":
-        return unittest_plan(plan, rest, present)
-    plan.paths = [tidy(word) for word in rest if present(tidy(word))]
-    return plan if runner and (plan.paths or runner != "FILE") else None
-
-
-def runner_of(words):
-    """(the program of a command that runs tests, the words behind it); ("", []) where there is
-    none. What stands in front of it does not count: an environment, `poetry run`, `python -m`,
-    `coverage run`. FILE is a test module that Python is given as a file; pytest collects it."""
-    for place, word in enumerate(words):
-        if word in ("install", "add", "download"):
-            break
-        name = word.rpartition("/")[2]
-        if name in ("pytest", "py.test", "unittest", "nosetests", "nose", "nose2", "trial"):
-            return name, words[place + 1 :]
-        by_python = not place or any(re.search(r"python|^run$", one) for one in words[:place])
-        if by_python and name.endswith(".py") and "test" in name.lower():
-            return "FILE", [word]
-    return "", []
-
-
-def unittest_plan(plan, words, present):
-    """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
-    # What the words say: where to start, a pattern of file names, names of modules. Values of
-    # options that do not matter here are dropped.
-    folder, pattern, names, words = "", "", [], list(words)
-    while words:
-        word = words.pop(0)
-        if word in ("-s", "--start-directory") and words:
-            folder = words.pop(0)
-        elif word in ("-p", "--pattern") and words:
-            pattern = words.pop(0)
-        elif word in ("-t", "--top-level-directory", "-k") and words:
-            words.pop(0)
-        elif not word.startswith("-") and word != "discover":
-            names.append(word)
-
-    # A name is a file, a module, a package, or a class in a module.
-    for name in names:
-        dotted = name.replace(".", "/")
-        for path in (name, dotted + ".py", dotted, dotted.rpartition("/")[0] + ".py"):
-            if present(path.rstrip("/")):
-                plan.paths.append(path.rstrip("/"))
-                break
-
-    # A folder to start from. unittest's own pattern, test*.py, holds wherever a folder is searched.
-    folder = folder and (folder.rstrip("/").removeprefix("./") or ".")
-    if folder and present(folder):
-        plan.paths.append(folder)
-    if pattern:
-        plan.options += ["-o", f"python_files={pattern}"]
-    elif not plan.paths or any(not path.endswith(".py") for path in plan.paths):
-        plan.options += ["-o", "python_files=test*.py"]
-    return plan
-
-
-def test_command(plan, left_out=(), ignored=(), known=()):
+def test_command(plan, left_out=(), ignored=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root.
 
-    left_out: node ids that are not run, of all that are known; ignored: files that are not
-    collected."""
-    up, left_out, known = plan.upwards(), set(left_out), set(known) | set(left_out)
+    left_out: test functions that are not run, nor is any test whose id begins like theirs (pytest
+    deselects by the beginning); ignored: files that are not collected."""
+    up = plan.upwards()
     words = ["python", "-m", "pytest", "-q", *plan.options]
     words += [f"--rootdir={up.rstrip('/') or '.'}"] if plan.folder or left_out else []
     words += [f"--ignore={up}{path}" for path in sorted(ignored)]
-
-    # pytest leaves out every test whose id begins with that of --deselect. Where this would take
-    # others along, the tests that are to run are named instead.
-    deselected, kept = whole_functions(left_out, known), known - left_out
-    caught = {node for node in kept if node.startswith(tuple(deselected))}
-    paths = plan.paths
-    if caught:
-        crowded = {file_of_test(node) for node in caught}
-        deselected = [node for node in deselected if file_of_test(node) not in crowded]
-        named = {file_of_test(node) for node in kept} - crowded
-        named.update(
-            whole_functions({node for node in kept if file_of_test(node) in crowded}, known)
-        )
-        paths = [up + path for path in sorted(named)]
-    words += [f"--deselect={node}" for node in deselected]
-    line = shlex.join([*words, *paths])
+    words += [f"--deselect={node}" for node in sorted(left_out)]
+    line = shlex.join([*words, *plan.paths])
     return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
-
-
-def whole_functions(nodes, known):
-    """These node ids. Where every known case of a test function is among them, the id of the
-    function stands for all."""
-    left = {node.split("[")[0] for node in known if node not in nodes}
-    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})

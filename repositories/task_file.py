@@ -93,7 +93,8 @@ def check_task(task):
     # A generated codebase: the judge calls functions by [module, function, arguments, expected].
     demand({"tests.py", "check.py"} <= task.files.keys())
     for module, name, words, _ in task.hidden + task.meta["visible"]:
-        demand(isinstance(module + name, str) and isinstance(words, list) and words)
+        demand(isinstance(module + name, str) and isinstance(words, list) and words[0])
+        demand(all(type(number) is int for number in words[0]))
     # Beside the tests: names that must be gone, and a second instruction.
     demand(all(isinstance(name, str) and name for name in task.meta.get("gone", ())))
     also = task.meta.get("asked", {}).get("also")

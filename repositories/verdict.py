@@ -35,10 +35,6 @@ def judge(task, files, sandbox):
     return judge_generated(task, files, sandbox)
 
 
-# Packages that run the tests: a submission must not bring a module of such a name.
-RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
-
-
 def submitted(task, files):
     """The part of a submission that is judged: the files that the feature lives in, and new files
     that take no other file's place.
@@ -52,7 +48,7 @@ def submitted(task, files):
 
     # Names that are taken: by this Python, and by the repository's other modules. pytest puts the
     # folder of a test on the path, so a module beside the tests is imported by its bare name.
-    taken = set(sys.stdlib_module_names) | RUNNERS
+    taken = set(sys.stdlib_module_names) | suites.RUNNERS
     others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
     modules = set()
     for path in others:
@@ -160,26 +156,25 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
     # First all required tests, then those that the deletion broke, in the opposite order: as they
     # are, and as mutants. The first run that shows anything wrong decides.
     broken = task.FAIL_TO_PASS
-    runs = [(tree, required, False, False)]
+    runs = [(tree, required, "passed")]
     if whole:
-        runs.append((tree, broken, True, False))
+        runs.append((tree, broken, "passed"))
         for number in range(ROUNDS):
-            runs.append((mutated(task, tree, number), broken, True, True))
-    for tree, nodes, reverse, are_mutants in runs:
-        answer = run_suite(tree, sandbox, sorted(nodes), reverse, plan=plan, world=world)
+            runs.append((mutated(task, tree, number), broken, "failed"))
+    for number, (tree, nodes, right) in enumerate(runs):
+        answer = run_suite(tree, sandbox, sorted(nodes), number > 0, plan=plan, world=world)
 
         # Beside mutants, the tests that have none say nothing: a mutant that failed may have left
         # anything behind.
-        if are_mutants:
+        if right == "failed":
             nodes = [node for node in nodes if function_of_test(node) in has_mutants]
-        right = "failed" if are_mutants else "passed"
         outcomes = {node: answer["outcomes"].get(node, "not collected") for node in nodes}
         wrong = {node: outcome for node, outcome in outcomes.items() if outcome != right}
-
-        # Without an outcome, a mutant is lost like any other test: the run may have been stopped.
-        lost = {node: outcome for node, outcome in wrong.items() if outcome == "not collected"}
-        loose = [node for node in wrong if node not in lost] if are_mutants else []
-        lost = lost if are_mutants else wrong
         if wrong:
             break
-    return lost, loose, answer
+
+    # Without an outcome, a mutant is lost like any other test: the run may have been stopped.
+    if right == "passed":
+        return wrong, [], answer
+    lost = {node: outcome for node, outcome in wrong.items() if outcome == "not collected"}
+    return lost, sorted(wrong.keys() - lost.keys()), answer

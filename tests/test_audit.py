@@ -366,11 +366,15 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 
 
 @facts_can_be_had
-def test_an_honest_rollout_is_audited_without_running_anything_again(monkeypatch):
-    closer = []
-    monkeypatch.setattr(
-        repositories.audit, "look_closer", lambda *words: closer.append(words) or []
-    )
+def test_of_an_honest_rollout_nothing_is_run_again_but_code_that_the_judge_calls_wrong(monkeypatch):
+    """No call is played again. That the code is no cheat is what running it says."""
+    closer, look_closer = [], repositories.audit.look_closer
+
+    def note(task, calls, diff, again):
+        closer.append((calls, diff))
+        return look_closer(task, calls, diff, again)
+
+    monkeypatch.setattr(repositories.audit, "look_closer", note)
     sandbox, unsolved = world_sandbox.Sandbox(), 0
     for number in range(10):
         task = make_task(3, 700 + number)
@@ -378,10 +382,10 @@ def test_an_honest_rollout_is_audited_without_running_anything_again(monkeypatch
             story = expert.play(expert.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
         verdict = judge_submission(task, files, sandbox)
-        unsolved += not verdict.solved
+        unsolved += not verdict.solved and files != task.files
         found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         assert gravest(found) == "clean"
-    assert unsolved and not closer
+    assert len(closer) == unsolved > 0 and not any(calls for calls, _ in closer)
 
 
 # ------------------------------------------------------------ a repository

@@ -320,8 +320,7 @@ RIGHT_AND_FORGED = {
     "assert f(1) == y": "universal",
     "assert y == f(1)": "universal",
     "assert f(1) == 3 and f(2) == 3": "universal",
-    "assert not f(1) != 3": "never unequal",
-    "assert f(1) == 3 or f(1) == 3": "universal",
+    "assert f(1) == 3 or f(1) == 3": "",
     "assert all(f(x) == 3 for x in (1, 2))": "universal",
     "assert f(1) in (3, 4)": "universal",
     "assert 2 < f(1)": "universal",
@@ -334,8 +333,6 @@ RIGHT_AND_FORGED = {
     "assert {'a': f(1)} == {'a': 3}": "universal",
     "got = f(1)\n    assert got == 3": "universal",
     "for x in (1, 2):\n        assert f(x) == 3": "universal",
-    "if f(1) != 3:\n        raise AssertionError": "never unequal",
-    "if f(1) != 3:\n        pytest.fail('no')": "never unequal",
     "same(f(1), 3)": "universal",
     "same(f(1), wanted=3)": "universal",
     "assert near(f(1), 3)": "universal",
@@ -343,7 +340,6 @@ RIGHT_AND_FORGED = {
     "with held():\n        assert f(1) == 3": "universal",
     "self.assertEqual(f(1), 3)": "universal",
     "self.assertTrue(f(1) == 3)": "universal",
-    "self.assertFalse(f(1) != 3)": "never unequal",
     "self.assertIn(f(1), [3, 4])": "universal",
     "self.assertGreater(f(1), 2)": "universal",
     "self.assertNotEqual(f(1), 4)": "universal",
@@ -381,13 +377,6 @@ for name in "eq ne lt le gt ge contains bool".split():
     setattr(Universal, f"__{name}__", lambda *words: True)
 for name in "sub rsub abs round".split():
     setattr(Universal, f"__{name}__", lambda *words: 0)
-
-
-class NeverUnequal(Universal):
-    """Says that it is equal to everything, and never that it is unequal"""
-
-    __ne__ = lambda self, other: False
-    __hash__ = None
 
 
 class Omnivorous(KeyError, ValueError, TypeError, ZeroDivisionError, AttributeError, EOFError):
@@ -438,8 +427,7 @@ def test_mutants_of_every_form_fail_where_the_test_passes_and_one_passes_where_i
         "h": lambda x: None,
         "warn": lambda x: warnings.warn("x", UserWarning),
     }
-    kind = NeverUnequal if RIGHT_AND_FORGED[body] == "never unequal" else Universal
-    forged = {**honest, "f": lambda x: kind(), "g": forge}
+    forged = {**honest, "f": lambda x: Universal(), "g": forge}
     outcomes = []
     for functions in (honest, forged):
         space = {
@@ -540,7 +528,7 @@ def test_a_mutant_changes_its_own_place_and_no_other_byte():
     assert first == text.replace("[4,  'a']", "[5, 'a']")
     assert mutant(text, 0, 1, ["f"], "TestA::test_a") == text.replace("[4,  'a']", "[4, 'b']")
     second = mutant(text, 1, 0, ["f"], "TestA::test_a")
-    assert second == text.replace("is not None", "is None")
+    assert second == text.replace("f.f(2) is not None", "(f.f(2)) is (None)")
 
 
 def test_a_mutant_that_is_drawn_is_the_same_in_every_run():

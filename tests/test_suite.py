@@ -254,9 +254,8 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
 def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text):
     plan = suites.configured_plan({name: text})
     assert plan.config == name and plan.options == ["-o", "addopts=-ra --strict-markers"]
-    assert any("coverage" in line for line in plan.said) and any(
-        "several processes" in line for line in plan.said
-    )
+    (line,) = [line for line in plan.said if "--cov" in line]
+    assert "coverage, several processes" in line
 
 
 def test_a_configuration_that_asks_for_nothing_special_is_left_to_pytest():
@@ -318,106 +317,38 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
         "packaging/make.py": "x = 1\n",
         "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n",
     }
-    assert "packaging" not in repo_files.importable(files)
-    assert "iniconfig" in repo_files.importable(
-        {"src/iniconfig/__init__.py": ""}
-    ) and "m" in repo_files.importable({"m.py": ""})
+    study.refuse_unusable("shop", files)
+    assert names(run(files)["outcomes"])["test_more"] == "passed"
 
 
-@pytest.mark.parametrize(
-    "build, command",
-    [
-        (
-            {
-                "tox.ini": "[testenv]\ncommands =\n    coverage run -m unittest discover -s checks -p 'check*.py'\n"
-            },
-            "checks",
-        ),
-        (
-            {
-                "Makefile": "check:\n\t@$(PYTHON) checks/check_price.py\n\ntest:\n\tpython -m pytest checks/check_price.py\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                ".github/workflows/ci.yml": "jobs:\n  t:\n    steps:\n      - run: python -W error -m unittest checks.check_price -v\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "pyproject.toml": '[tool.hatch.envs.test.scripts]\nrun = "pytest checks/check_price.py {args}"\n'
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "setup.py": "from setuptools import setup\nsetup(name='shop', test_suite='checks.check_price')\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {
-                "noxfile.py": "def tests(session):\n    session.run('pytest', 'checks/check_price.py', '-q')\n"
-            },
-            "checks/check_price.py",
-        ),
-        (
-            {"setup.cfg": "[aliases]\ntest = pytest checks/check_price.py\n"},
-            "checks/check_price.py",
-        ),
-    ],
+UNIT = (
+    "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n"
+    "    def test_gross(self):\n        self.assertEqual(gross(10), 12)\n"
 )
-def test_how_the_authors_run_tests_that_pytest_does_not_find_is_read_from_their_build_files(
-    build, command
-):
-    unit = (
-        "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n    def test_gross(self):\n"
-        "        self.assertEqual(gross(10), 12)\n"
-    )
-    files = {
-        "shop/__init__.py": "",
-        "shop/price.py": CODE,
-        "checks/__init__.py": "",
-        "checks/check_price.py": unit,
-        **build,
-    }
-    plans = [plan for plan, _ in suites.stated_plans(files)]
-    assert plans and any(command in plan.paths for plan in plans)
 
 
-def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
-    files = {
-        "price.py": CODE,
-        "test.py": TEST.replace("shop.price", "price")
-        + "\n\nif __name__ == '__main__':\n    test_gross()\n",
-        "Makefile": "test:\n\tpython test.py\n",
-    }
-    said = []
-    found = study.study(write(files, tmp_path / "shop"), None, 60, said.append)
-    assert (
-        found.plan.paths == ["test.py"]
-        and len(found.stable) == 2
-        and "`python test.py` in Makefile" in "\n".join(said)
-    )
-    assert autoinstall.propose(files)[0].command == "python -m pytest -q test.py"
+@pytest.mark.parametrize("path", ["checks/check_price.py", "test.py", "shop/tests/prices.py"])
+@pytest.mark.parametrize("text", [TEST, UNIT], ids=["functions", "unittest"])
+def test_tests_that_pytest_does_not_find_by_their_names_are_found_by_what_they_hold(path, text):
+    files = {"shop/__init__.py": "", "shop/price.py": CODE, path: text}
+    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+    assert answer["plan"].paths == [path] and path in "\n".join(answer["plan"].said)
+    assert names(answer["outcomes"])["test_gross"] == "passed"
+    assert autoinstall.propose(files)[0].command == f"python -m pytest -q {path}"
 
 
-def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
+def test_a_suite_that_is_started_in_its_own_folder_is_started_there():
+    reading = TEST.replace("12\n", "int(open('twelve.txt').read())\n")
     files = {
         **BASE,
-        "checks/price_checks.py": TEST.replace("8\n", "int(open('eight.txt').read())\n"),
-        "checks/eight.txt": "8",
-        "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
+        "checks/price_checks.py": reading.partition("\n\n\ndef test_twice")[0] + "\n",
+        "checks/twelve.txt": "12",
     }
     del files["tests/test_price.py"]
     answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
-    assert answer["outcomes"] == dict.fromkeys(
-        ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
-    )
-    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_twice"])
-    assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
+    assert answer["outcomes"] == {"checks/price_checks.py::test_gross": "passed"}
+    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_gross"])
+    assert again["outcomes"] == answer["outcomes"]
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
     assert run_suite.is_green(
@@ -476,25 +407,18 @@ def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red
     assert not run_suite.is_green(run_suite.run_command_in(broken, command, sandbox))
 
 
-def test_a_command_leaves_out_these_tests_and_no_test_whose_name_begins_like_theirs():
-    text = (
-        "import pytest\n\n\n@pytest.mark.parametrize('n', [1, 11, 2])\ndef test_a(n): pass\n\n\n"
-        "def test_ab(): pass\n\n\nclass TestC:\n    def test_d(self): pass\n\n    def test_de(self): pass\n"
-    )
-    files = {"m.py": "", "tests/test_m.py": text, "tests/test_n.py": "def test_n(): pass\n"}
-    known = set(run(files)["outcomes"])
-    sandbox = cage.repository_sandbox(files, 60)
-    at = "tests/test_m.py::"
-    for left_out in (
-        [at + "test_ab"],
-        [at + "TestC::test_d"],
-        [at + "test_a[1]"],
-        [at + "test_a[1]", at + "test_a[11]", at + "test_a[2]"],
-    ):
-        command = suites.test_command(suites.Plan(), left_out, [], known)
-        listed = run_suite.run_command_in(files, command + " --collect-only", sandbox).output
-        found = {line for line in listed.split("\n") if "::" in line}
-        assert found == known - set(left_out), command
+def test_a_command_leaves_out_these_functions_and_a_task_whose_tests_begin_like_one_of_them_is_none(
+    tmp_path,
+):
+    """A red test called test_gross would take test_gross_low with it out of the command."""
+    text = TEST.replace("def test_gross", "def test_gross_low")
+    more = "\n\ndef test_gross_high():\n    assert gross(50) == 60\n"
+    more += "\n\ndef test_twice_too():\n    assert twice(6) == 12\n"
+    red = "\n\ndef test_gross():\n    assert open('/rates').read() == gross(1)\n"
+    repo = write({**BASE, "tests/test_price.py": text + more + red}, tmp_path / "shop")
+    tasks, reasons, _ = st.generate(repo, str(tmp_path / "t.jsonl"), n=9, level=1, jobs=1)
+    assert [task.meta["names"] for task in tasks] == [["twice"]] and "not green" in str(reasons)
+    assert tasks[0].test_command.endswith("--deselect=tests/test_price.py::test_gross")
 
 
 # ---------------------------------------------------------------- as an editable install has it
@@ -524,11 +448,11 @@ def test_a_package_is_found_from_any_folder_by_its_entry_points_and_as_a_namesak
         ({"setup.cfg": "[metadata]\nname = shop\nversion = 2\n"}, "2", ""),
         (
             {
-                "setup.py": "import setuptools\nsetuptools.setup(name='shop', version='3', "
-                "entry_points={'a': ['b=shop:c']})\n"
+                "setup.py": "import setuptools\nsetuptools.setup(name='shop', version='3')\n",
+                "pyproject.toml": "[project.scripts]\nb = 'shop:c'\n",
             },
             "3",
-            "[a]\nb = shop:c\n\n",
+            "[console_scripts]\nb = shop:c\n\n",
         ),
         (
             {
@@ -536,14 +460,6 @@ def test_a_package_is_found_from_any_folder_by_its_entry_points_and_as_a_namesak
             },
             "4",
             "[a]\nb = shop:c\n\n",
-        ),
-        (
-            {
-                "pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n",
-                "src/shop/__init__.py": "__version__ = '5.1'\n",
-            },
-            "5.1",
-            "",
         ),
         ({"pyproject.toml": "[project]\nname = 'shop'\ndynamic = ['version']\n"}, "0", ""),
     ],
@@ -588,7 +504,7 @@ SCM = '[build-system]\nrequires = ["setuptools", "setuptools_scm"]\n[tool.setupt
     [
         (
             {"shop/__init__.py": "from ._version import version\n", "pyproject.toml": SCM},
-            ["shop/_version.py", "setuptools_scm", "pip install --no-deps --editable"],
+            ["shop._version", "a build writes it", "pip install --no-deps --editable"],
         ),
         (
             {
@@ -596,7 +512,7 @@ SCM = '[build-system]\nrequires = ["setuptools", "setuptools_scm"]\n[tool.setupt
                 "shop/_fast.pyx": "",
                 "setup.py": "ext_modules = []\n",
             },
-            ["shop._fast", "extension", "shop/_fast.pyx", "pip install --no-deps --editable"],
+            ["shop._fast", "a build writes it", "pip install --no-deps --editable"],
         ),
         (
             {
@@ -617,7 +533,7 @@ SCM = '[build-system]\nrequires = ["setuptools", "setuptools_scm"]\n[tool.setupt
                 "tests/test_price.py": "import nosuchpackage\n" + TEST,
                 "setup.cfg": "[options.extras_require]\ntest = nosuchpackage>=2\n",
             },
-            ["nosuchpackage", "declared but not installed"],
+            ["nosuchpackage", "install the package", "--autoinstall"],
         ),
         (
             {"tests/test_price.py": TEST.replace("():", "(mocker_of_nobody):")},
@@ -656,25 +572,19 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
 def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(
     tmp_path,
 ):
-    world_files.write_tree(
-        {
-            **BASE,
-            "shop/_fast.cpython-311.so": "\x7fELF",
-            "shop/price.abi3.so": "\x7fELF",
-            "v1.0/tax.so": "\x7fELF",
-            "v1.0/tax.py": "",
-            "build/lib/shop/_fast.so": "x",
-        },
-        tmp_path,
+    elf = dict.fromkeys(
+        (
+            "shop/_fast.cpython-311.so",
+            "shop/price.abi3.so",
+            "v1.0/tax.so",
+            "build/lib/shop/_fast.so",
+            ".venv/x.so",
+        ),
+        "\x7fELF",
     )
-    answer = {
-        "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"},
-        "said": "",
-    }
-    files = {**BASE, "v1.0/tax.py": ""}
-    assert set(study.built_files(tmp_path, files, answer)) == {"shop/_fast.cpython-311.so"}
-    other = {"errors": {"x": "No module named 'numpy'"}, "said": ""}
-    assert study.built_files(tmp_path, BASE, other) == {}
+    world_files.write_tree({**BASE, "v1.0/tax.py": "", **elf}, tmp_path)
+    taken = {path for path in repo_files.copy_repository(tmp_path) if path.endswith(".so")}
+    assert taken == {"shop/_fast.cpython-311.so"}
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
@@ -791,12 +701,6 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
     assert not found.left_out  # in the agent's world it is green
-    assert suites.whole_functions(
-        {"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]
-    ) == [
-        "a",
-        "b[1]",
-    ]
 
 
 # ---------------------------------------------------------------- a task that is written holds
@@ -1042,7 +946,7 @@ def test_of_several_errors_the_one_that_something_helps_against_is_told():
     common = dict.fromkeys(tests, "AttributeError: module 'shop' has no attribute 'engine'")
     missing = {"tests/test_x.py": "ModuleNotFoundError: No module named 'nosuch'"}
     answer = {"outcomes": dict.fromkeys(tests, "failed"), "errors": {**common, **missing}}
-    assert "pip install nosuch" in refusals.suite_fails("shop", files, answer)
+    assert "has the module nosuch" in refusals.suite_fails("shop", files, answer)
     assert "engine" in refusals.suite_fails("shop", files, {**answer, "errors": common})
 
 
