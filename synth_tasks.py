@@ -47,7 +47,13 @@ from pathlib import Path
 from repositories.audit import audit
 from repositories.autoinstall import autoinstall
 from repositories.copies import telltales, without_copies, without_test_copies
-from repositories.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
+from repositories.deletion import (
+    definitions,
+    find_again,
+    find_dead_helpers,
+    remove_definitions,
+    stub_bodies,
+)
 from world.expert import expert, play, record_expert
 from repositories.features import (
     REPO_LEVELS,
@@ -72,7 +78,7 @@ from world.judge import run_trusted
 from world.machine import MachineFailure
 from world.micro import NOUNS, OPS, REDUCTIONS, Function, draw_function
 from world.memo import CHECK
-from repositories.study import definitions, study
+from repositories.study import study
 from repositories.run_suite import run_suite
 from world.sandbox import Sandbox
 from repositories.cage import repository_sandbox, sandbox_for

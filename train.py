@@ -67,7 +67,6 @@ from command import (
     failures,
     hardware,
     idle_flags,
-    in_turn,
     launch,
     learning_curves,
     published_model,
@@ -785,7 +784,7 @@ class Reinforcement(Source):
         # Without workers this process samples, with the weights that it hands over itself.
         if not config.workers:
             sampler = fast_sampler.make_sampler(window=config.window, **options)
-            self.workers = self.publisher = in_turn.InTurn(rollout.sample_groups, sampler, **played)
+            self.workers = self.publisher = rollout.InTurn(sampler, **played)
             return
 
         # With workers each version of the weights goes through a folder.
@@ -847,7 +846,7 @@ class Reinforcement(Source):
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step: rollouts, their rewards, then what is learned
-        from them."""
+        from them, and last the numbers for the reader."""
         # 1) Rollouts and their rewards.
         start = time.time()
         groups = self.collect_rollouts(step, log)
@@ -862,7 +861,10 @@ class Reinforcement(Source):
         self.update_curriculum(groups)
         log["rollout_s"] = time.time() - start
 
-        # 2) For the reader: statistics, and two of the rollouts in full.
+        # 2) What is learned from them.
+        yield from self.group_losses(groups, log)
+
+        # 3) For the reader: statistics, and two of the rollouts in full.
         self.log_staleness(groups, step, log)
         rows = self.run.gather(eval.rollout_rows(groups, self.run.rank))
         log.update(rollout_statistics.describe_rows(rows, eval.HABITS))
@@ -872,9 +874,6 @@ class Reinforcement(Source):
             rollout_statistics.write_best_and_worst(
                 path, step + 1, groups, self.run.tokenizer, detect, self.run.say
             )
-
-        # 3) What is learned from them.
-        yield from self.group_losses(groups, log)
 
     def collect_rollouts(self, step, log):
         """-> the groups of rollouts of this rank's tasks of this step"""
@@ -907,7 +906,8 @@ class Reinforcement(Source):
         self.num_rollouts = total - len(causes)
         # A rank that has nothing left to learn from still runs the forwards, with this segment.
         self.spare_segment = groups[0][0].segments[0] if groups else None
-        failures.say_lost_rollouts(self.run.say, causes, total)
+        if causes:
+            failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
     def update_curriculum(self, groups):
@@ -922,7 +922,7 @@ class Reinforcement(Source):
 
     def log_staleness(self, groups, step, log):
         """By how many updates the policy that sampled a token was older: mean and maximum"""
-        run, lag = self.run, fast_workers.staleness(groups, step)
+        run, lag = self.run, rollout.staleness(groups, step)
         total, number = run.sum(lag.sum()), run.sum(len(lag))
         if number:
             log["stale"] = total / number

@@ -28,7 +28,8 @@ from repositories import suite as suites
 from repositories.copies import installed_copies
 from repositories.editable import setup_arguments
 from world.files import write_tree
-from repositories.repo_files import copy_repository, packages, sources
+from repositories.deletion import sources
+from repositories.repo_files import copy_repository, packages
 from world.machine import fresh_directory
 from repositories.run_suite import run_by_plan
 from world.sandbox import Sandbox, has_bwrap, hidden_place
