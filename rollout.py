@@ -992,7 +992,7 @@ def demo():
 
 
 def main(argv):
-    from demos.replay import replay_or_demonstrate
+    from demos.transcript_view import replay_or_demonstrate
 
     replay_or_demonstrate(argv, demo)
 

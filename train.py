@@ -66,9 +66,7 @@ from command import (
     evaluation,
     failures,
     hardware,
-    idle_flags,
     launch,
-    learning_curves,
     published_model,
     output_files,
     rollout_statistics,
@@ -148,9 +146,12 @@ class Config:
     # attention heads. A head's query, key and value have dim / heads dimensions; beside these its
     # query and key have half as many with rotary embedding, and 32 at least: see MIN_QK_ROPE
     heads: int = flag(4, at_least=1, tiny=2, gpu=10)
-    experts: int = flag(8, tiny=4)  # routed experts in a layer; one more is shared by all tokens
-    num_experts_per_tok: int = flag(2, at_least=1)  # routed experts that each token goes to
-    expert_ffn: int = flag(128, at_least=1, tiny=64, gpu=512)  # hidden units of an expert
+    # routed experts in a layer; one more is shared by all tokens
+    experts: int = flag(8, idle_with="layers=1", tiny=4)
+    # routed experts that each token goes to
+    num_experts_per_tok: int = flag(2, at_least=1, idle_with="layers=1")
+    # hidden units of an expert
+    expert_ffn: int = flag(128, at_least=1, idle_with="layers=1", tiny=64, gpu=512)
     # hidden units of the first block's dense FFN
     dense_ffn: int = flag(384, at_least=1, tiny=128, gpu=2048)
     # width of the latent vector that the KV cache holds
@@ -163,11 +164,11 @@ class Config:
     # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
     # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
     # numbers, slower
-    precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"))
+    precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"), idle_with="layers=1")
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # pretrain, long and sft from the model's own predictions and changes no other weight.
     # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
-    mtp: bool = False
+    mtp: bool = flag(False, stages="pretrain long sft")
 
     # ---- optimizer
     # muon: Muon for matrices, AdamW for the rest; adamw: AdamW for everything
@@ -178,6 +179,7 @@ class Config:
     lr: float = flag(
         0.006,
         stages=TRAINING,
+        idle_with="optimizer=adamw",
         long=0.004,
         gpu=0.005,
         gpu_long=0.004,
@@ -198,7 +200,7 @@ class Config:
         published_rl=1e-6,
     )
     # of Muon's matrices: each step shrinks them by lr * weight_decay of their size
-    weight_decay: float = flag(0.01, stages=TRAINING, rl=0.0)
+    weight_decay: float = flag(0.01, stages=TRAINING, idle_with="optimizer=adamw", rl=0.0)
     # the gradient is scaled down to this norm if it is larger
     grad_clip: float = flag(1.0, stages=TRAINING, at_least=1e-30, rl=0.5)
     # fraction of the stage's steps in which the learning rate rises
@@ -248,7 +250,7 @@ class Config:
     demos: int = flag(12000, stages="sft", at_least=1, tiny=64, gpu=20000)
     # number of difficulty levels, from 0 on, in the tasks of sft and of rl. With fewer than 6 the
     # curriculum of rl opens the next ones
-    levels: int = flag(6, stages="sft rl", at_least=1, at_most=LEVELS)
+    levels: int = flag(6, stages="sft rl", at_least=1, at_most=LEVELS, idle_with="tasks")
 
     # ---- rl
     # tasks per optimizer step, over all ranks
@@ -265,7 +267,7 @@ class Config:
     )
     # tokens guessed ahead while sampling (speculative decoding); the results are the same up to the
     # rounding of bfloat16
-    draft: int = flag(3, stages="rl eval")
+    draft: int = flag(3, stages="rl eval", idle_with="plain=1")
     # weight of the penalty on the KL divergence (k1) from the policy that RL started from
     kl_coef: float = flag(0.0, stages="rl")
     # 1: router replay. Training sends each token to the experts that were chosen in sampling
@@ -274,7 +276,7 @@ class Config:
     workers: int = flag(0, stages="rl", may_change=True)
     # with workers: by how many updates the policy that sampled a token may be older than the policy
     # that trains on it
-    staleness: int = flag(1, stages="rl", may_change=True)
+    staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
     # weight of the targeted textual feedback (distillation); 0: off
     feedback: float = flag(0.15, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
@@ -288,7 +290,7 @@ class Config:
     # summary
     summarize: bool = flag(True, stages=AGENT)
     # fraction of the window at which it has to summarize
-    trigger: float = flag(0.7, stages=AGENT, at_most=1)
+    trigger: float = flag(0.7, stages=AGENT, at_most=1, idle_with="summarize=0")
     # context window of the agent in tokens, in sft, rl and evaluation
     window: int = flag(512, stages=AGENT, at_least=1, gpu=4096)
     # turns of the agent per task, over all its contexts
@@ -307,8 +309,13 @@ class Config:
 
     # ---- evaluation
     # number of levels in evaluation, from 0 on
-    eval_levels: int = flag(6, stages="eval", at_least=1, at_most=LEVELS, may_change=True)
-    eval_tasks: int = flag(24, stages="eval", at_least=1, may_change=True, tiny=1)  # per level
+    eval_levels: int = flag(
+        6, stages="eval", at_least=1, at_most=LEVELS, may_change=True, idle_with="tasks"
+    )
+    # per level
+    eval_tasks: int = flag(
+        24, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
+    )
     # rollouts per task
     eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)
 
@@ -488,9 +495,6 @@ class Text(Source):
 
     def state_dict(self):
         return {"data": self.data_digest}
-
-    def load_state_dict(self, state):
-        checkpoints.check_same_data(self.run.config, state, self.data_digest)
 
 
 def padded_length(length):
@@ -1306,7 +1310,6 @@ class Run:
             newton_schulz=newton_schulz if self.config.plain else fast.choose(newton_schulz),
             round_weights=stochastic_round,
         )
-        checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
         # The schedule multiplies these.
         for group in optimizer.param_groups:
@@ -1335,7 +1338,7 @@ def train(config, interrupted, sources=None):
     checkpoints.check_same_on_ranks("checkpoints (--out, --start_from)", digest)
     # The time that was taken before is in the last line of the log of what goes on here.
     if begun or previous:
-        run.minutes_before = learning_curves.minutes_so_far(start.parent, start.name)
+        run.minutes_before = step_log.minutes_so_far(start.parent, start.name)
     if begun and run.origin and not checkpoints.find_origin(begun, origin):
         run.say(f"{stage} began from {run.origin['path']}, which was moved or made anew since")
     if begun and begun["step"] == config.steps:
@@ -1526,7 +1529,7 @@ def run_stages(argv, configs, given):
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs, hsdp.Layout)
-    idle_flags.say_idle_flags(configs, given)
+    checks.say_idle_flags(configs, given)
 
     interrupted = []
     for stage, config in configs.items():

@@ -1,5 +1,6 @@
 """Generation processes against the same in one process; weights on their way against the casts."""
 
+import json
 import math
 import os
 import pickle
@@ -19,7 +20,6 @@ from rollout import InTurn, Limits, staleness
 from sampling import TRAINED, same
 from summarize import Compaction
 from synth_tasks import make_task
-from command import transcripts
 
 CONFIG = ModelConfig(
     vocab=TRAINED.vocab,
@@ -349,7 +349,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
             for l in logs[1:]
         )
-        lines = transcripts.read_transcripts(tmp_path / "transcripts.jsonl")
+        lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").open()]
         assert (
             sorted({l["step"] for l in lines}) == [1, 2, 3]
             and len(lines) >= 6
