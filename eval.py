@@ -645,7 +645,7 @@ def choose_tasks(args):
 
 def main(argv):
     from command.eval_flags import parse_eval_flags, usage_error
-    from command.drawing import try_to_draw
+    from demos.demonstration import draw_or_refuse
     from command.output_files import check_writable
     from command.policy_report import (
         format_table,
@@ -654,22 +654,16 @@ def main(argv):
         write_report,
     )
 
-    args = parse_eval_flags(argv, LEVELS, len(synth_tasks.LEVELS))
-    problem = try_to_draw()  # now, and not after the rollouts
-    if problem:
-        print(f"eval.py: {problem}", file=sys.stderr)
+    levels = ",".join(map(str, LEVELS))
+    args = parse_eval_flags(argv, levels, len(synth_tasks.LEVELS))
     if args.runs == ["demo"] and not Path("demo").exists():
-        try:
-            return demo()
-        except OSError as error:
-            usage_error(f"{error.filename or 'cannot write'}: {error.strerror or error}")
+        return draw_or_refuse("eval.py", demo)
 
     # Everything that can be refused is refused before the first rollout.
     try:
         tasks = choose_tasks(args)
         models = load_runs(args.runs)
-        files = ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"]
-        check_writable(args.out, files)
+        check_writable(args.out)
     except (ValueError, OSError) as error:
         usage_error(str(error))
     for line in fast.describe_edits():
@@ -680,7 +674,7 @@ def main(argv):
         for run, (model, tokenizer, config) in models.items():
             for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
                 found[f"{run}, {name}"] = gaps
-        return report_mismatch(found, f"{args.out}/mismatch.png")
+        return report_mismatch(found)
 
     # The rollouts. --turns replaces the limit that a run was trained with.
     policies = {}

@@ -598,9 +598,8 @@ def describe_ranks(layout):
     return table
 
 
-def demo(path="out/hsdp.png"):
+def demo():
     from demos.comm_counter import CommCounter
-    from demos.demo_figures import draw_meshes
     from demos.forked_ranks import fork_ranks
 
     # No GPU: a process that has seen one starts autograd's device threads with its first backward,
@@ -627,18 +626,15 @@ def demo(path="out/hsdp.png"):
         )
         worst = max(worst, error, abs(loss - expected))
 
-    draw_meshes(layouts, [describe_ranks(layout) for layout in layouts], path)
     print(
-        f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process "
-        f"computes, to {worst:.0e}."
+        f"Seen: CP=2 and EP=8 share 8 ranks and compute what one process computes, to {worst:.0e}."
     )
 
 
 def main(argv):
     from demos.demonstration import run_demo
 
-    moved = {"--plan": "python -m benchmarks.plan"}
-    run_demo("hsdp.py", "The demonstration.", demo, argv, moved)
+    run_demo("hsdp.py", "The demonstration.", demo, argv)
 
 
 if __name__ == "__main__":

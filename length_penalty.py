@@ -325,11 +325,12 @@ def demo(price):
 
 
 def main(argv):
-    from demos.demonstration import draw_or_refuse, make_demo_parser
+    from command.flags import make_parser
+    from demos.demonstration import draw_or_refuse
 
-    parser = make_demo_parser("length_penalty.py", "The curves of the length penalty.")
+    parser = make_parser("length_penalty.py", "The curves of the length penalty.")
     price = parse_penalty_flags(parser, argv)
-    draw_or_refuse(parser, lambda: demo(price))
+    draw_or_refuse("length_penalty.py", lambda: demo(price))
 
 
 if __name__ == "__main__":

@@ -862,8 +862,7 @@ def demo():
 def main(argv):
     from demos.demonstration import run_demo
 
-    moved = {"--bench": "python -m benchmarks.muon"}
-    run_demo("muon.py", "Muon, alone", demo, argv, moved)
+    run_demo("muon.py", "Muon, alone", demo, argv)
 
 
 if __name__ == "__main__":

@@ -789,6 +789,55 @@ def drop_failed(groups):
     return [group for group in kept if group], failed
 
 
+class InTurn:
+    """Where the rollouts of training come from when one process samples and learns in turn. The
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes
+    the groups (collect), which are sampled then. Its twin fast.workers.Workers samples in other
+    processes while this one learns: the same tasks, seeds and limits, and so the same tokens."""
+
+    restarts = 0  # of workers that died: there are none here
+
+    def __init__(self, sampler, group, limits, compact=None):
+        """sampler: with a model of its own, since publish() writes into it; group: rollouts per
+        task; compact: see agent"""
+        self.sampler = sampler
+        self.group = group
+        self.limits = limits
+        self.compact = compact
+        self.sandbox = Sandbox()
+
+    def publish(self, version, weights):
+        """Takes the weights {name: tensor} of this version. -> entries for the log: none, since
+        nothing is sent"""
+        self.sampler.model.load_state_dict(weights)
+        self.sampler.version = version
+        return {}
+
+    def submit(self, tasks, numbers, seed):
+        """-> what collect() takes. Nothing is sampled yet."""
+        return tasks, numbers, seed
+
+    def collect(self, submitted):
+        """Samples what submit() returned. -> a group of rollouts per task"""
+        tasks, numbers, seed = submitted
+        return sample_groups(
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
+        )
+
+    def close(self):
+        pass
+
+
+def staleness(groups, version):
+    """Groups of rollouts -> for every sampled token (N,), by how many updates the policy that
+    sampled it was older than `version`"""
+    versions = [np.zeros(0, dtype=int)]
+    for group in groups:
+        for rollout in group:
+            versions += [turn.versions for turn in rollout.turns if turn.role == "assistant"]
+    return version - np.concatenate(versions)
+
+
 def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
     """The scripted expert plays through the same agent and tools -> Rollout. sloppy: how often it
     errs. With hints: feedback_distill.demonstrate_with_hints"""
@@ -952,7 +1001,7 @@ def demo():
 
 
 def main(argv):
-    from demos.replay import replay_or_demonstrate
+    from demos.transcript_view import replay_or_demonstrate
 
     replay_or_demonstrate(argv, demo)
 

@@ -50,7 +50,13 @@ from pathlib import Path
 from repositories.audit import audit
 from repositories.autoinstall import autoinstall
 from repositories.copies import telltales, without_copies, without_test_copies
-from repositories.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
+from repositories.deletion import (
+    definitions,
+    find_again,
+    find_dead_helpers,
+    remove_definitions,
+    stub_bodies,
+)
 from world.expert import expert, play, record_expert
 from repositories.features import (
     REPO_LEVELS,
@@ -76,7 +82,7 @@ from world.machine import MachineFailure
 from world.kinds import KINDS
 from world.micro import BENCH, TRAINING, draw_function, draw_inputs, trivial_body_passes
 from world.memo import CHECK
-from repositories.study import definitions, study
+from repositories.study import study
 from repositories.run_suite import run_suite
 from world.requests import draw_instruction, type_untidily, write_instruction
 from world.sandbox import Sandbox

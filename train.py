@@ -66,10 +66,7 @@ from command import (
     evaluation,
     failures,
     hardware,
-    idle_flags,
-    in_turn,
     launch,
-    learning_curves,
     published_model,
     output_files,
     rollout_statistics,
@@ -149,9 +146,12 @@ class Config:
     # attention heads. A head's query, key and value have dim / heads dimensions; beside these its
     # query and key have half as many with rotary embedding, and 32 at least: see MIN_QK_ROPE
     heads: int = flag(4, at_least=1, tiny=2, gpu=10)
-    experts: int = flag(8, tiny=4)  # routed experts in a layer; one more is shared by all tokens
-    num_experts_per_tok: int = flag(2, at_least=1)  # routed experts that each token goes to
-    expert_ffn: int = flag(128, at_least=1, tiny=64, gpu=512)  # hidden units of an expert
+    # routed experts in a layer; one more is shared by all tokens
+    experts: int = flag(8, idle_with="layers=1", tiny=4)
+    # routed experts that each token goes to
+    num_experts_per_tok: int = flag(2, at_least=1, idle_with="layers=1")
+    # hidden units of an expert
+    expert_ffn: int = flag(128, at_least=1, idle_with="layers=1", tiny=64, gpu=512)
     # hidden units of the first block's dense FFN
     dense_ffn: int = flag(384, at_least=1, tiny=128, gpu=2048)
     # width of the latent vector that the KV cache holds
@@ -164,11 +164,11 @@ class Config:
     # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
     # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
     # numbers, slower
-    precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"))
+    precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"), idle_with="layers=1")
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # pretrain, long and sft from the model's own predictions and changes no other weight.
     # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
-    mtp: bool = False
+    mtp: bool = flag(False, stages="pretrain long sft")
 
     # ---- optimizer
     # muon: Muon for matrices, AdamW for the rest; adamw: AdamW for everything
@@ -179,6 +179,7 @@ class Config:
     lr: float = flag(
         0.006,
         stages=TRAINING,
+        idle_with="optimizer=adamw",
         long=0.004,
         gpu=0.005,
         gpu_long=0.004,
@@ -199,7 +200,7 @@ class Config:
         published_rl=1e-6,
     )
     # of Muon's matrices: each step shrinks them by lr * weight_decay of their size
-    weight_decay: float = flag(0.01, stages=TRAINING, rl=0.0)
+    weight_decay: float = flag(0.01, stages=TRAINING, idle_with="optimizer=adamw", rl=0.0)
     # the gradient is scaled down to this norm if it is larger
     grad_clip: float = flag(1.0, stages=TRAINING, at_least=1e-30, rl=0.5)
     # fraction of the stage's steps in which the learning rate rises
@@ -250,7 +251,13 @@ class Config:
     # levels of the tasks of sft and of rl, with commas: rows of synth_tasks.LEVELS. 0 to 5: put
     # back what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl
     # may open harder ones
-    levels: str = flag("0,1,2,3,4,5,8,9,10,11,12,13", stages="sft rl", choices=LEVELS, several=True)
+    levels: str = flag(
+        "0,1,2,3,4,5,8,9,10,11,12,13",
+        stages="sft rl",
+        choices=LEVELS,
+        several=True,
+        idle_with="tasks",
+    )
 
     # ---- rl
     # tasks per optimizer step, over all ranks
@@ -267,7 +274,7 @@ class Config:
     )
     # tokens guessed ahead while sampling (speculative decoding); the results are the same up to the
     # rounding of bfloat16
-    draft: int = flag(3, stages="rl eval")
+    draft: int = flag(3, stages="rl eval", idle_with="plain=1")
     # weight of the penalty on the KL divergence (k1) from the policy that RL started from
     kl_coef: float = flag(0.0, stages="rl")
     # 1: router replay. Training sends each token to the experts that were chosen in sampling
@@ -276,7 +283,7 @@ class Config:
     workers: int = flag(0, stages="rl", may_change=True)
     # with workers: by how many updates the policy that sampled a token may be older than the policy
     # that trains on it
-    staleness: int = flag(1, stages="rl", may_change=True)
+    staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
     # weight of the targeted textual feedback (distillation); 0: off
     feedback: float = flag(0.15, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
@@ -290,7 +297,7 @@ class Config:
     # summary
     summarize: bool = flag(True, stages=AGENT)
     # fraction of the window at which it has to summarize
-    trigger: float = flag(0.7, stages=AGENT, at_most=1)
+    trigger: float = flag(0.7, stages=AGENT, at_most=1, idle_with="summarize=0")
     # context window of the agent in tokens, in sft, rl and evaluation
     window: int = flag(512, stages=AGENT, at_least=1, gpu=4096)
     # turns of the agent per task, over all its contexts
@@ -310,11 +317,19 @@ class Config:
     # ---- evaluation
     # levels in evaluation, with commas
     eval_levels: str = flag(
-        "0,1,2,3,4,5", stages="eval", choices=LEVELS, several=True, may_change=True
+        "0,1,2,3,4,5",
+        stages="eval",
+        choices=LEVELS,
+        several=True,
+        may_change=True,
+        idle_with="tasks",
     )
-    eval_tasks: int = flag(24, stages="eval", at_least=1, may_change=True, tiny=1)  # per level
+    # per level
+    eval_tasks: int = flag(
+        24, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
+    )
     # per row of the bench, whose words and operations no training has seen; 0: without it
-    bench_tasks: int = flag(10, stages="eval", may_change=True, tiny=1)
+    bench_tasks: int = flag(10, stages="eval", may_change=True, idle_with="tasks", tiny=1)
     # rollouts per task
     eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)
 
@@ -498,9 +513,6 @@ class Text(Source):
 
     def state_dict(self):
         return {"data": self.data_digest}
-
-    def load_state_dict(self, state):
-        checkpoints.check_same_data(self.run.config, state, self.data_digest)
 
 
 def padded_length(length):
@@ -794,7 +806,7 @@ class Reinforcement(Source):
         # Without workers this process samples, with the weights that it hands over itself.
         if not config.workers:
             sampler = fast_sampler.make_sampler(window=config.window, **options)
-            self.workers = self.publisher = in_turn.InTurn(rollout.sample_groups, sampler, **played)
+            self.workers = self.publisher = rollout.InTurn(sampler, **played)
             return
 
         # With workers each version of the weights goes through a folder.
@@ -856,7 +868,7 @@ class Reinforcement(Source):
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step: rollouts, their rewards, then what is learned
-        from them."""
+        from them, and last the numbers for the reader."""
         # 1) Rollouts and their rewards.
         start = time.time()
         groups = self.collect_rollouts(step, log)
@@ -871,7 +883,10 @@ class Reinforcement(Source):
         self.update_curriculum(groups)
         log["rollout_s"] = time.time() - start
 
-        # 2) For the reader: statistics, and two of the rollouts in full.
+        # 2) What is learned from them.
+        yield from self.group_losses(groups, log)
+
+        # 3) For the reader: statistics, and two of the rollouts in full.
         self.log_staleness(groups, step, log)
         rows = self.run.gather(eval.rollout_rows(groups, self.run.rank))
         log.update(rollout_statistics.describe_rows(rows, eval.HABITS))
@@ -881,9 +896,6 @@ class Reinforcement(Source):
             rollout_statistics.write_best_and_worst(
                 path, step + 1, groups, self.run.tokenizer, detect, self.run.say
             )
-
-        # 3) What is learned from them.
-        yield from self.group_losses(groups, log)
 
     def collect_rollouts(self, step, log):
         """-> the groups of rollouts of this rank's tasks of this step"""
@@ -916,7 +928,8 @@ class Reinforcement(Source):
         self.num_rollouts = total - len(causes)
         # A rank that has nothing left to learn from still runs the forwards, with this segment.
         self.spare_segment = groups[0][0].segments[0] if groups else None
-        failures.say_lost_rollouts(self.run.say, causes, total)
+        if causes:
+            failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
     def update_curriculum(self, groups):
@@ -931,7 +944,7 @@ class Reinforcement(Source):
 
     def log_staleness(self, groups, step, log):
         """By how many updates the policy that sampled a token was older: mean and maximum"""
-        run, lag = self.run, fast_workers.staleness(groups, step)
+        run, lag = self.run, rollout.staleness(groups, step)
         total, number = run.sum(lag.sum()), run.sum(len(lag))
         if number:
             log["stale"] = total / number
@@ -1315,7 +1328,6 @@ class Run:
             newton_schulz=newton_schulz if self.config.plain else fast.choose(newton_schulz),
             round_weights=stochastic_round,
         )
-        checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
         # The schedule multiplies these.
         for group in optimizer.param_groups:
@@ -1344,7 +1356,7 @@ def train(config, interrupted, sources=None):
     checkpoints.check_same_on_ranks("checkpoints (--out, --start_from)", digest)
     # The time that was taken before is in the last line of the log of what goes on here.
     if begun or previous:
-        run.minutes_before = learning_curves.minutes_so_far(start.parent, start.name)
+        run.minutes_before = step_log.minutes_so_far(start.parent, start.name)
     if begun and run.origin and not checkpoints.find_origin(begun, origin):
         run.say(f"{stage} began from {run.origin['path']}, which was moved or made anew since")
     if begun and begun["step"] == config.steps:
@@ -1535,7 +1547,7 @@ def run_stages(argv, configs, given):
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs, hsdp.Layout)
-    idle_flags.say_idle_flags(configs, given)
+    checks.say_idle_flags(configs, given)
 
     interrupted = []
     for stage, config in configs.items():

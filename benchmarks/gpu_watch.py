@@ -25,9 +25,9 @@ import torch
 
 import hsdp
 import muon
+import rollout
 import train
 from command import checkpoints
-from command import in_turn
 from fast import sampler
 
 PERIOD = 0.01  # seconds between two looks at the main thread
@@ -37,7 +37,7 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # once instead of measuring nothing.
 PHASES = {
     "saving": [checkpoints.save_checkpoint],
-    "publishing": [in_turn.InTurn.publish, train.Run.full_state],
+    "publishing": [rollout.InTurn.publish, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
     "tools": [sampler.Sampler.handle_turns, Future.result],

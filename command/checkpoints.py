@@ -536,12 +536,10 @@ def find_start(config, out, origin, sizes, patch):
     # A finished stage is checked too: its result belongs to the values it was made with.
     if checkpoint_exists(out):
         begun = open_checkpoint(out)
-        check_same_values(config, out, origin, begun, digest_file(config.tasks))
+        check_same_values(config, out, origin, begun)
         check_patch(out, begun, patch)
         check_same_origin(config, out, origin, begun)
-        if config.data and config.stage in ("pretrain", "long"):
-            train, held = source_files.python_sources(config.data)
-            check_same_data(config, begun["source"], source_files.digest_texts(train, held))
+        check_same_data(config, out, begun["source"])
         return begun, None
 
     # A published model brings its own shape; no flag sets it.
@@ -582,62 +580,59 @@ def check_same_origin(config, out, origin, begun):
         )
 
 
+def other_values(config, saved, names):
+    """-> {name: the value that a checkpoint was made with} of those fields that have another one
+    now. saved: what the checkpoint says of itself"""
+    made = fill_in(type(config), saved["config"])
+    return {name: made[name] for name in names if made[name] != getattr(config, name)}
+
+
 def check_same_model(config, origin, previous, sizes):
     """A stage takes over the weights of the stage before, so its model must have the same shape. In
     another model the same weights would compute another function."""
     # The stage `long` sets yarn. All other stages keep the value of the stage before.
-    names = sizes | {"vocab"}
-    if config.stage != "long":
-        names = names | {"yarn"}
-    made = fill_in(type(config), previous["config"])
-    other = {name: made[name] for name in sorted(names) if made[name] != getattr(config, name)}
-    if not other:
-        return
-
-    # The flags that bring the model back. Where the scales differ, one flag brings back all sizes.
-    words = [f"--{name}={write_value(value)}" for name, value in other.items()]
-    if made["scale"] != config.scale:
-        words = [f"--scale={made['scale']}"]
-    usage_error(
-        f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: "
-        f"give {' '.join(words)} here, too"
-    )
+    names = sizes | {"vocab"} | (set() if config.stage == "long" else {"yarn"})
+    other = other_values(config, previous, sorted(names))
+    if other:
+        # The flags that bring the model back. Where the scales differ, one brings back all sizes.
+        flags = other_values(config, previous, ["scale"]) or other
+        words = [f"--{name}={write_value(value)}" for name, value in flags.items()]
+        made = ", ".join(f"{name}={value}" for name, value in other.items())
+        usage_error(f"{origin} was made with {made}: give {' '.join(words)} here, too")
 
 
-def check_same_values(config, out, origin, begun, digest):
-    """A stage that was begun goes on with the values it was begun with, and with the same tasks.
-    digest: of the file of tasks, now"""
+def check_same_values(config, out, origin, begun):
+    """A stage that was begun goes on with the values it was begun with."""
     # The first value that differs ends the command, with a way to begin again: in another folder
     # or, where there is a stage before it, from that one.
-    made = fill_in(type(config), begun["config"])
-    for name, rule in rules_of(type(config)).items():
-        value = getattr(config, name)
-        # An older run may say auto of a dtype, which is no other value.
-        if rule.may_change or made[name] in (value, "auto"):
-            continue
+    names = [name for name, rule in rules_of(type(config)).items() if not rule.may_change]
+    for name, made in other_values(config, begun, names).items():
         again = ""
         if origin:
-            start = made["start_from"] or config.out
+            start = begun["config"]["start_from"] or config.out
             again = f" (--stage={config.stage} --start_from={start} begins from its stage before)"
         usage_error(
-            f"{out} was made with {name}={made[name]}, not {value}: take another --out{again}"
+            f"{out} was made with {name}={made}, not {getattr(config, name)}: take another "
+            f"--out{again}"
         )
 
-    # The path of the tasks may be the same, and the file another.
-    if begun["source"].get("file", digest) != digest:
+
+def check_same_data(config, out, source):
+    """A stage goes on with the texts, and with the tasks, that it was begun with. source: what its
+    checkpoint keeps of them. The path of a file or folder may be the same and its content another.
+    """
+    if "data" in source:
+        train, held = source_files.python_sources(config.data)
+        if source["data"] != source_files.digest_texts(train, held):
+            folder = config.data or "this Python's standard library"
+            usage_error(
+                f"{folder} no longer holds the text that {out} was begun with: put it back, or "
+                "take another --out"
+            )
+    tasks = digest_file(config.tasks)
+    if source.get("file", tasks) != tasks:
         usage_error(
             f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
-        )
-
-
-def check_same_data(config, state, now):
-    """Refuses to go on with other texts than those the stage began with. state: what the stage's
-    checkpoint keeps of its data; now: the digest of the texts that are there now"""
-    if state["data"] != now:
-        folder = config.data or "this Python's standard library"
-        usage_error(
-            f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: "
-            "put it back, or take another --out"
         )
 
 

@@ -6,18 +6,18 @@ contradict each other, then what the machine has to offer (folders that can be w
 can cut the model). The range of a single flag stands with the flag, in train.Config.
 
 It stands apart from train.py because a reader of the recipe need not see it: what a value may be
-says nothing about what is done with it. Whether a flag that is allowed changes anything in a stage
-is said by command/idle_flags.py; whether a checkpoint fits, by command/checkpoints.py.
+says nothing about what is done with it. Whether a checkpoint fits is said by
+command/checkpoints.py.
 """
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-from command import drawing, hardware, published_model
-from command.flags import fill_in, is_first_rank, rules_of, usage_error, write_value
+from command import checkpoints, hardware, published_model
+from command.flags import is_first_rank, rules_of, usage_error, write_value
 from command.hardware import dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
 from world.task import Refusal
@@ -84,11 +84,6 @@ def check_together(config, given, stage, sizes):
         usage_error(
             f"--plain=1 samples in the training process: without --workers={config.workers}"
         )
-    if "staleness" in given and not config.workers:
-        usage_error(
-            "--staleness goes with --workers: without them the policy that samples is the one that "
-            "learns"
-        )
     if stage == "rl" and config.group_size == 1 and not config.feedback:
         usage_error(
             "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less "
@@ -134,21 +129,6 @@ def check_windows(config, stage):
         )
 
 
-def check_optimizer_flags(config, given, stage, optimizers):
-    """--lr and --weight_decay belong to Muon's matrices. Where AdamW moves all weights they would
-    change nothing. They are refused there, unless another stage of the same command has Muon.
-    optimizers: those of all the stages of the command that train"""
-    # An evaluation trains nothing: command/idle_flags.py names such flags there.
-    if config.optimizer != "adamw" or "muon" in optimizers or stage == "eval":
-        return
-    for name in ("lr", "weight_decay"):
-        if name in given:
-            usage_error(
-                f"--{name}={given[name]:g} is of Muon's matrices, and with --optimizer=adamw, as "
-                "here, there are none: give --adam_lr, or take --optimizer=muon"
-            )
-
-
 def check_surroundings(configs, given, styles, check_cards):
     """What the stages to come will read and write is tried now, and not when those before are done.
     styles: names of the styles that code may be checked for; check_cards: hsdp.py's"""
@@ -162,7 +142,10 @@ def check_surroundings(configs, given, styles, check_cards):
     first = next(iter(configs.values()))
     check_tasks(first.tasks, styles)
     published_model.check_positions(configs)
-    check_outputs(first.out, configs)
+    try:
+        check_writable(first.out)
+    except OSError as error:
+        usage_error(f"--out={first.out} cannot be written: {error.strerror or error}")
 
     # Where the machine chose the scale, one line says what it chose.
     chosen = given.get("scale", "auto") == "auto" and not first.init_from
@@ -193,14 +176,16 @@ def say_other_rules(config, origin, previous, say):
     that it begins from; previous: what that says, or None; say: prints a line"""
     if config.stage != "rl" or not previous or previous["config"]["stage"] != "sft":
         return
-    made, other = fill_in(type(config), previous["config"]), []
+    names = []
     for name, rule in rules_of(type(config)).items():
-        of_agent = rule.is_read_by("sft") and not rule.is_read_by("pretrain")
-        if of_agent and rule.is_read_by("rl") and getattr(config, name) != made[name]:
-            values = write_value(getattr(config, name)), write_value(made[name])
-            other.append("{} is {} and was {}".format(f"--{name}", *values))
-    if other:
-        say(f"rl plays by other rules than {origin} was made with: {', '.join(other)}")
+        if rule.is_read_by("sft") and rule.is_read_by("rl") and not rule.is_read_by("pretrain"):
+            names.append(name)
+    words = []
+    for name, made in checkpoints.other_values(config, previous, names).items():
+        now = write_value(getattr(config, name))
+        words.append(f"--{name} is {now} and was {write_value(made)}")
+    if words:
+        say(f"rl plays by other rules than {origin} was made with: {', '.join(words)}")
 
 
 def say_positions(config, positions, say):
@@ -233,25 +218,17 @@ def tasks_with_room(tasks, has_room, window, say):
     return fitting
 
 
-def check_outputs(out, stages):
-    """Can the files that are written at the end be written, and the figures be drawn? It is tried
-    now. A figure that cannot be drawn is no reason to stop."""
-    # A log for each stage that trains; an evaluation has its summary.
-    names = [f"{stage}.jsonl" for stage in stages if stage != "eval"]
-    names += ["summary.json"] if "eval" in stages else []
-    try:
-        check_writable(out, names)
-    except OSError as error:
-        usage_error(
-            f"--out={out} cannot be written: "
-            + (f"{error.filename}: " if error.filename else "")
-            + str(error.strerror or error)
-        )
-
-    # Only an evaluation draws, on the first rank.
-    problem = drawing.try_to_draw() if "eval" in stages and is_first_rank() else ""
-    if problem:
-        print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
+def say_idle_flags(configs, given):
+    """One line about the flags that were given and change nothing in any stage of the command: the
+    user would believe in an effect. configs: {stage: its configuration}"""
+    words = []
+    rules = rules_of(type(next(iter(configs.values()))))
+    for name in given:
+        reasons = [rules[name].why_idle(config) for config in configs.values()]
+        if all(reasons):
+            words.append(f"--{name} ({reasons[0]})")
+    if words and is_first_rank():
+        tqdm.write(f"flags that change nothing in any stage of this command: {', '.join(words)}")
 
 
 def check_layout(configs, Layout):
@@ -284,21 +261,3 @@ def check_layout(configs, Layout):
                 f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
                 f"{ranks} data ranks"
             )
-
-
-def check_parameters(optimizer, named_parameters):
-    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten would
-    never be trained, and nothing would show it."""
-    # Parameters are compared as objects: a tensor is hashed by its identity.
-    wanted = {p: name for name, p in named_parameters if p.requires_grad}
-    names, held = getattr(optimizer, "names", {}), {}
-    for group in optimizer.param_groups:
-        held.update(dict.fromkeys(group["params"]))
-
-    # What does not belong there is told by the optimizer's name for it, or by its shape.
-    missing = [name for p, name in wanted.items() if p not in held]
-    foreign = [names.get(p, tuple(p.shape)) for p in held if p not in wanted]
-    if missing or foreign:
-        raise ValueError(
-            f"the optimizer misses {missing} and holds {foreign}, which the model does not train"
-        )

@@ -26,13 +26,6 @@ class Flags:
     sizes: set  # names of the fields that are the model's shape
     about: str  # the head of --help
 
-    def __post_init__(self):
-        # A default of a stage or scale that is misspelled would never be in force.
-        stages, scales = self.stages, [*self.scales, "published"]
-        known = {*stages, *scales, *(f"{scale}_{stage}" for scale in scales for stage in stages)}
-        for name, rule in flags.rules_of(self.Config).items():
-            assert known >= set(rule.defaults), f"{name}: {set(rule.defaults) - known}"
-
     @property
     def stages(self):
         """In the order in which they run; eval is the last."""
@@ -45,11 +38,11 @@ class Flags:
     def parse(self, argv):
         """--name=value or --name value for every field of Config -> dict of what was given. --help
         prints every flag and ends; with --stage or --scale it prints the values in force there."""
-        given, wants_help = flags.parse_flags(argv, self.Config)
-        if not wants_help:
+        given = vars(flags.make_config_parser(self.Config).parse_args(argv))
+        if not given.pop("help", False):
             return given
-        values = self.merge(given, given.get("stage", "all")) if given else ()
-        print(self.about + flags.describe_flags(self.Config, *values))
+        values = self.merge(given, given.get("stage", "all")) if given else (None, None)
+        flags.make_config_parser(self.Config, *values, about=self.about).print_help()
         raise SystemExit(0)
 
     def stages_of(self, given):
@@ -94,19 +87,10 @@ class Flags:
                 values[name] = str(Path(values[name]).resolve())
         return values, sources
 
-    def configure(self, given, stage, stages=()):
-        """The configuration of a stage, checked. stages: all that this command runs (default: this
-        one)."""
+    def configure(self, given, stage):
+        """The configuration of a stage, checked"""
         config = self.Config(**self.merge(given, stage)[0])
-
-        # A flag of Muon's is in order if any stage of the command that trains has Muon.
-        optimizers = set()
-        for other in stages or (stage,):
-            if other in self.stages and other != "eval":
-                default, _ = self.default("optimizer", given, other)
-                optimizers.add(given.get("optimizer", default))
         checks.check_together(config, given, stage, self.sizes)
-        checks.check_optimizer_flags(config, given, stage, optimizers)
         return config
 
     def configure_stages(self, given):
@@ -118,7 +102,7 @@ class Flags:
                 out, start_from = given.get("out", self.Config.out), given.get("start_from")
                 start = checkpoints.open_start(stage, out, start_from)
                 given["init_from"] = start["config"]["init_from"] if start else ""
-            configs[stage] = self.configure({**given, "stage": stage}, stage, stages)
+            configs[stage] = self.configure({**given, "stage": stage}, stage)
 
         # --start_from and --resume say where the command begins. With --start_from, each of
         # several stages would start from that folder and leave the stage before it aside.

@@ -8,7 +8,6 @@ figures themselves: policy_report.py (policies compared), learning_curves.py (a 
 demo_figures.py (what the files of the book show). Left out: styles and colours of our own.
 """
 
-import io
 import os
 
 import numpy as np
@@ -32,31 +31,12 @@ def make_axes(title, x, y, panels=1):
     return figure, ax
 
 
-def first_message_line(error):
-    """The first line of an exception's message, which may be empty"""
-    return (str(error).splitlines() or [""])[0]
-
-
-def try_to_draw():
-    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
-    command that draws at its end."""
-    try:
-        figure, _ = make_axes("", "", "")
-        figure.savefig(io.BytesIO(), format="png")
-    # A foreign library, with the settings that it finds, may raise anything.
-    except Exception as error:
-        what = f"{type(error).__name__}: {first_message_line(error)}"
-        return f"no figures: matplotlib does not draw here ({what})"
-    return ""
-
-
 def draw_safely(draw_it, *inputs):
     """Calls draw_it(*inputs). An error there never ends the command, whose work is done. -> "" or
     why there is no figure, in one line"""
     try:
         draw_it(*inputs)
     except Exception as error:
-        return (
-            f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_message_line(error)})"
-        )
+        first_line, *_ = f"{error}\n".split("\n")
+        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_line})"
     return ""

@@ -18,8 +18,9 @@ from command import checkpoints, hardware, published_model
 from command.flags import fill_in
 from command.output_files import current_commit, digest_file
 from command.drawing import draw_safely
-from command.learning_curves import draw_training, minutes_so_far, read_step_log
+from command.learning_curves import draw_training
 from command.policy_report import draw_policies, format_table, write_json
+from command.step_log import minutes_so_far, read_step_log
 from world.task import Refusal
 
 

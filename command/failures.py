@@ -84,8 +84,7 @@ def say_lost_rollouts(say, causes, total):
     """One line about the rollouts of a step that failed because of the machine. Where no other
     rollout is left, the run ends. say: prints a line; causes: one for each failed rollout of any
     rank; total: how many rollouts the step has"""
-    if causes:
-        say(f"rl: {failures_line(causes, total)}")
+    say(f"rl: {failures_line(causes, total)}")
     if len(causes) == total:
         usage_error(
             "no rollout of this step could be played on this machine; free what the line above "

@@ -14,18 +14,16 @@ Here too `usage_error`, the one line with which wrong input ends.
 It stands apart from train.py because nobody who reads the recipe needs to know how a flag becomes
 a number. It knows no field by name: `Config` comes in as an argument, so that a class derived from
 it (an ablation) has its own flags at once.
-
-Left out: abbreviated flags and argparse, whose messages take several lines.
 """
 
-import difflib
+import argparse
 import inspect
-import math
 import os
 import re
 import sys
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 
 from tqdm import tqdm
 
@@ -58,13 +56,27 @@ class Rule:
     choices: tuple = ()  # the words that it takes; (): any
     several: bool = False  # it takes several of them, with commas
     at_least: float = 0
-    at_most: float = math.inf
+    at_most: float = 1e30  # beyond it, products are not finite in fp32
     why: str = ""  # the reason of the range, where it needs one
     may_change: bool = False  # when a stage goes on: it says where and how, not what
+    # the value of another flag with which this one changes nothing, such as "summarize=0"; a name
+    # alone: any value that is not empty
+    idle_with: str = ""
     defaults: dict = field(default_factory=dict)  # other defaults, see default_value
 
     def is_read_by(self, stage):
         return not self.stages or stage in self.stages.split()
+
+    def why_idle(self, config):
+        """Why a flag changes nothing in the stage of this configuration; "" where it does"""
+        if not self.is_read_by(config.stage):
+            return f"of {self.stages.replace(' ', ' and ')}"
+        other, _, value = self.idle_with.partition("=")
+        if not other or not rules_of(type(config))[other].is_read_by(config.stage):
+            return ""
+        now = write_value(getattr(config, other))
+        is_idle = now == value if value else now != ""
+        return f"with --{other}={now}" if is_idle else ""
 
 
 def flag(default, **says):
@@ -110,76 +122,76 @@ def fill_in(Config, made):
 
 # ---------------------------------------------------------------- from words to values
 
-
-def parse_flags(argv, Config):
-    """--name=value or --name value for every field of Config -> (dict of what was given, was help
-    asked for?)"""
-    types, rules = {one.name: one.type.__name__ for one in fields(Config)}, rules_of(Config)
-    given, wants_help, words = {}, False, list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("-h", "--help"):
-            wants_help = True
-            continue
-
-        # A word that is no flag is answered with the flag most like it.
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in types:
-            near = difflib.get_close_matches(name.lstrip("-"), types, 1, 0)
-            hint = f"; did you mean --{near[0]}?" if near else ""
-            usage_error(f"unknown flag {word!r}{hint}")
-
-        # Without "=" the value is the next word; a bool that has none is 1.
-        if not equals:
-            last = not words or words[0] == "-h" or words[0].startswith("--")
-            if last and types[name] != "bool":
-                usage_error(f"--{name} takes a value: --{name}=...")
-            value = "1" if last else words.pop(0)
-        given[name] = convert(name, types[name], value)
-        check_value(name, rules[name], given[name])
-    return given, wants_help
+# A shell puts the home folder in the place of ~ only where a word begins with it.
+READERS = {"int": int, "float": float, "str": os.path.expanduser}
+BOOLS = {"0": False, "1": True, "false": False, "true": True}
 
 
-def convert(name, kind, value):
-    """The text behind a flag as a value of its field's type: "bool", "int", "float" or "str" """
-    # int() and float() read numbers; a bool has words of its own.
-    if kind == "bool":
-        if value.lower() not in ("0", "1", "true", "false"):
-            usage_error(f"--{name} takes 0 or 1, not {value!r}")
-        return value.lower() in ("1", "true")
-    # A shell puts the home folder in the place of ~ only where a word begins with it.
-    kinds = {"int": int, "float": float, "str": os.path.expanduser}
+def read_value(text, kind, rule):
+    """The text behind a flag as a value of its field's type ("bool", "int", "float" or "str").
+    argparse.ArgumentTypeError where it is none, no choice, or out of the range"""
     try:
-        number = kinds[kind](value)
-    except ValueError:
-        wanted = "a whole number" if kind == "int" else "a number"
-        usage_error(f"--{name} takes {wanted}, not {value!r}")
+        value = BOOLS[text.lower()] if kind == "bool" else READERS[kind](text)
+    except (ValueError, KeyError):
+        wanted = {"bool": "0 or 1", "int": "a whole number", "float": "a number"}[kind]
+        raise argparse.ArgumentTypeError(f"takes {wanted}, not {text!r}") from None
 
-    # What could be read but makes no sense for any flag.
-    if number == "":
-        usage_error(
-            f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag "
-            "away"
-        )
-    if kind != "str" and not (0 <= number < float("inf")):
-        usage_error(f"--{name} must be a finite number >= 0, not {value}")
-    # The inverse and the products of such a number must be finite in fp32, too.
-    if kind == "float" and number and not 1e-30 <= number <= 1e30:
-        usage_error(f"--{name} must be 0 or from 1e-30 to 1e30, not {value}")
-    return number
-
-
-def check_value(name, rule, value):
-    """Refuses a value that is none of the choices, or out of the range"""
-    words = value.split(",") if rule.several else [value]
+    if value == "":
+        raise argparse.ArgumentTypeError("is empty (a variable that is not set?)")
+    words = text.split(",") if rule.several else [text]
     if rule.choices and not set(words) <= set(rule.choices):
         how = "a list, with commas," if rule.several else "one"
-        usage_error(f"--{name} takes {how} of {', '.join(rule.choices)}, not {value!r}")
-    if not isinstance(value, str) and not rule.at_least <= value <= rule.at_most:
-        allowed = f"at least {rule.at_least}"
-        if rule.at_most < math.inf:
-            allowed = f"from {rule.at_least} to {rule.at_most}"
-        usage_error(f"--{name}={write_value(value)}: {allowed}" + f" ({rule.why})" * bool(rule.why))
+        raise argparse.ArgumentTypeError(f"takes {how} of {', '.join(rule.choices)}, not {text!r}")
+    if kind != "str" and not rule.at_least <= value <= rule.at_most:
+        why = f" ({rule.why})" if rule.why else ""
+        raise argparse.ArgumentTypeError(f"must be from {rule.at_least} to {rule.at_most}{why}")
+    return value
+
+
+def make_parser(program, about, **more):
+    """A parser that answers wrong input with one line. program: the command that says so; more: see
+    argparse.ArgumentParser"""
+    parser = argparse.ArgumentParser(program, description=about, allow_abbrev=False, **more)
+    parser.error = partial(usage_error, program=program)
+    return parser
+
+
+def make_config_parser(Config, values=None, sources=None, about=None):
+    """A parser with every field of Config as a flag, in the groups of Config, each with its
+    default and what it does. values and sources (see command/configuration.py): then with the value
+    in force, and where that comes from."""
+    # The result holds what was given and nothing else. --help comes last: its values depend on the
+    # other flags.
+    parser = make_parser(
+        "train.py",
+        about,
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=28, width=WIDTH
+        ),
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="this text, and the end")
+
+    kinds, rules = {one.name: one.type.__name__ for one in fields(Config)}, rules_of(Config)
+    for title, group in field_groups(Config):
+        flags = parser.add_argument_group(title)
+        for name, explanation in group:
+            # A value that is no default takes its place; the explanation then tells the default.
+            value = default = getattr(Config, name)
+            if values is not None and values[name] != default:
+                value = values[name]
+                explanation += f" [{sources[name]}; default {write_value(default)}]"
+            flags.add_argument(
+                f"--{name}",
+                type=partial(read_value, kind=kinds[name], rule=rules[name]),
+                metavar=write_value(value) or '""',
+                help=explanation.replace("%", "%%"),
+                # a bool without a value is 1
+                **({"nargs": "?", "const": True} if kinds[name] == "bool" else {}),
+            )
+    return parser
 
 
 # ---------------------------------------------------------------- from fields to text
@@ -189,10 +201,8 @@ def field_groups(Config):
     """-> [(title, [(name, explanation)])], from the source of Config and of the classes it is
     derived from"""
     # Base classes first, so that fields keep the order in which the dataclass has them.
-    groups, comments = [], []
-    for cls in reversed(Config.__mro__):
-        if not is_dataclass(cls):
-            continue
+    groups, comments = [("flags", [])], []
+    for cls in filter(is_dataclass, reversed(Config.__mro__)):
         for line in inspect.getsource(cls).splitlines():
             line = line.strip()
             # `name: type = default`, with an explanation behind two spaces and "#".
@@ -202,12 +212,10 @@ def field_groups(Config):
             elif line.startswith("# "):
                 comments.append(line[2:])
             elif found:
-                # A field before any title; then the comments above it and the one behind it.
-                if not groups:
-                    groups.append(("flags", []))
+                # The comments above it and the one behind it.
                 groups[-1][1].append((found[1], " ".join([*comments, found[2] or ""]).strip()))
                 comments = []
-    return groups
+    return [(title, group) for title, group in groups if group]
 
 
 def write_value(value):
@@ -215,57 +223,23 @@ def write_value(value):
     return str(int(value)) if isinstance(value, bool) else f"{value}"
 
 
-def describe_flags(Config, values=None, sources=None):
-    """Every field of Config as a flag with its default and, from the comment above or behind it,
-    what it does. With values and sources (see command/configuration.py): with the value in
-    force instead, and where that comes from."""
-    text = []
-    for title, group in field_groups(Config):
-        text.append(f"\n{title}")
-        for name, explanation in group:
-            # A value that is no default takes its place; the explanation then tells the default.
-            value = default = getattr(Config, name)
-            if values is not None and values.get(name, default) != default:
-                value = values[name]
-                explanation += f" [{sources[name]}; default {write_value(default)}]"
-
-            # The explanation beside the flag, or under it where the flag is long.
-            flag = f"  --{name}={write_value(value)}"
-            lines = textwrap.wrap(
-                explanation, WIDTH, initial_indent=f"{flag:27s} ", subsequent_indent=" " * 28
-            )
-            text += lines or [flag]
-    return "\n".join(text)
-
-
 def describe_stage(config, sources):
     """A text for the start of a stage: the values in force in it, in the groups of Config, several
     to a line. Those that are no defaults have the place they come from behind them. Left out are
     values that the stage does not read, and texts that are empty. sources: {field: place} or None
     """
-    lines, rules = [], rules_of(type(config))
+    text = f"{config.stage}: the configuration in force (in brackets: where it comes from)"
+    rules = rules_of(type(config))
     for title, group in field_groups(type(config)):
-        # Each value is one word; a source behind it tells that it is no default.
         words = []
         for name, _ in group:
             value = getattr(config, name)
             if value == "" or not rules[name].is_read_by(config.stage):
                 continue
-            word = f"{name}={write_value(value)}"
-            if value != getattr(type(config), name) and name in (sources or {}):
-                word += f" ({sources[name]})"
-            # Its spaces are taken for letters, so that it stays on one line.
-            words.append(word.replace(" ", "\0"))
-
-        # The title up to its colon, and as many values to a line as find room.
+            is_default = value == getattr(type(config), name) or name not in (sources or {})
+            source = "" if is_default else f" ({sources[name]})"
+            words.append(f"{name}={write_value(value)}{source}")
         if words:
-            lines += textwrap.wrap(
-                f"{title.partition(':')[0]}: " + ", ".join(words),
-                WIDTH,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    first = f"{config.stage}: the configuration in force (in brackets: where it comes from)"
-    return "\n".join([first, *lines]).replace("\0", " ")
+            line = f"  {title.partition(':')[0]}: " + ", ".join(words)
+            text += "\n" + textwrap.fill(line, WIDTH, subsequent_indent="    ")
+    return text

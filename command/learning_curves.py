@@ -1,54 +1,17 @@
-"""command/learning_curves.py: the step log of a stage (command/step_log.py) read again, and drawn.
+"""command/learning_curves.py: the step log of a stage (command/step_log.py), drawn.
 
-A log is written a line at a time by a process that may be killed at any moment, so what is read is
-what is whole. The figures show a run from its first step to its last: the loss of the supervised
+The figures show a run from its first step to its last: the loss of the supervised
 stages, and what RL did to reward, solve rate and wrong calls.
 
 It stands apart from eval.py because an evaluation needs no log: it plays tasks.
 """
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 
 from command import drawing
-
-
-def read_step_log(run, stage):
-    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands
-    there twice counts once, as it was written last; a line that a kill or a full disk has cut is
-    left out."""
-    path = Path(run, f"{stage}.jsonl")
-    if not path.exists():
-        return []
-
-    # A later line of a step replaces an earlier one.
-    steps = {}
-    for line in path.read_text(errors="replace").split("\n"):
-        try:
-            entry = json.loads(line)
-            # What was no number is null there (output_files.to_json).
-            entry = {k: math.nan if value is None else value for k, value in entry.items()}
-            steps[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return [steps[step] for step in sorted(steps)]
-
-
-def minutes_so_far(run, stage):
-    """The minutes that a run had taken up to the last step of a stage, its earlier stages
-    included; 0.0 where no log says so"""
-    lines = read_step_log(run, stage)
-    return lines[-1].get("minutes", 0.0) if lines else 0.0
-
-
-def curve_by_step(lines, name):
-    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log
-    which lost its beginning is not moved forward"""
-    by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
-    return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
 
 
 def mean_known(values):

@@ -4,27 +4,18 @@ Can what is written at the end be written at all, and can every program read it?
 the one that it was? And which commit of this program wrote a result?
 """
 
-import errno
 import hashlib
 import json
 import math
-import os
 import subprocess
 import tempfile
 from pathlib import Path
 
 
-def check_writable(folder, names):
-    """Before long work: can its results be written into the folder, which is made? Else OSError,
-    with the path that is in the way: it is no plain file, or may not be overwritten. names: of the
-    files"""
+def check_writable(folder):
+    """Before long work: can its results be written into the folder, which is made? Else OSError"""
     Path(folder).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
-    for path in (Path(folder, name) for name in names):
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
-        if path.exists() and not os.access(path, os.W_OK):
-            raise OSError(errno.EACCES, "cannot be overwritten", str(path))
 
 
 def to_json(value, indent=None):

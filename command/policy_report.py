@@ -247,34 +247,15 @@ def draw_score(policies, path):
     figure.savefig(path, dpi=120)
 
 
-def draw_mismatch(found, path):
-    """How large the differences are, from the smallest to the largest. found: {label: differences
-    of all tokens (N,)}, see eval.sampler_mismatch"""
-    figure, ax = drawing.make_axes(
-        "Trainer against sampler",
-        "tokens, by the size of the difference",
-        "difference of log-probabilities",
-    )
-    for name, gaps in found.items():
-        label = f"{name}: p99 {np.quantile(gaps, .99):.1e}"
-        # A sorted row shows all quantiles. Zero has no place on a logarithmic axis.
-        shares = np.linspace(0, 1, len(gaps))
-        ax.plot(shares, np.maximum(np.sort(gaps), 1e-8), label=label)
-    ax.set_yscale("log")
-    ax.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def report_mismatch(found, path):
-    """--mismatch: a line for each run and setting, and a figure. found: {label: differences of all
-    tokens (N,)}, see eval.sampler_mismatch; path: of the figure"""
+def report_mismatch(found):
+    """--mismatch: a line for each run and setting. found: {label: differences of all tokens (N,)},
+    see eval.sampler_mismatch"""
     # What few tokens do is seen at the 99th percentile and at the largest, not at the median.
     for name, gaps in found.items():
         print(
             f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
             f"largest {gaps.max():.1e}"
         )
-    print(drawing.draw_safely(draw_mismatch, found, path) or path)
 
 
 def report_hint_effects(run, records):

@@ -12,6 +12,7 @@ batch of rollouts are is said by command/rollout_statistics.py.
 
 import contextlib
 import json
+import math
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,25 +22,40 @@ from command.output_files import to_json
 from command.policy_report import format_number
 
 
+def read_lines(path):
+    """The whole lines of a log, in order -> [(step, text)]. One that a kill or a full disk has cut
+    is left out."""
+    lines = []
+    for text in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            lines.append((int(json.loads(text)["step"]), text))
+    return lines
+
+
+def read_step_log(run, stage):
+    """The step log of one stage of a run: a dictionary for each step, in order"""
+    entries = []
+    for _, text in read_lines(Path(run, f"{stage}.jsonl")):
+        # What was no number is null there (output_files.to_json).
+        entry = json.loads(text)
+        entries.append({key: math.nan if x is None else x for key, x in entry.items()})
+    return entries
+
+
+def minutes_so_far(run, stage):
+    """The minutes that a run had taken up to the last step of a stage, its earlier stages
+    included; 0.0 where no log says so"""
+    lines = read_step_log(run, stage)
+    return lines[-1].get("minutes", 0.0) if lines else 0.0
+
+
 def keep_lines(path, step):
     """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those
     steps come again. Lines are chosen by the steps that they name, not by their place, since a log
-    may have lost its beginning. Each step is kept once, in order; a torn line is left out."""
-    # {step: its last line}
-    kept, lines = {}, []
-    if path.exists():
-        lines = path.read_text(errors="replace").split("\n")
-    for line in lines:
-        try:
-            number = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if 1 <= number <= step:
-            kept[number] = line
-
+    may have lost its beginning."""
     # The new file takes the old one's place in one step, so that a kill loses neither.
     part = Path(f"{path}.part")
-    part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
+    part.write_text("".join(text + "\n" for number, text in read_lines(path) if number <= step))
     part.replace(path)
 
 

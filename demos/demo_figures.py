@@ -3,7 +3,6 @@
 A file computes what it shows and hands over numbers; one function here draws them.
 
     muon.py            draw_timeline       which task travels while another multiplies
-    hsdp.py            draw_meshes         the same ranks on two meshes
     moe.py             draw_loads          expert load with and without the balancing bias
     rollout.py         draw_kl_variances   what three estimates of a KL divergence cost
     feedback_distill   draw_hint           where a hint disagrees, and how the policy follows
@@ -52,52 +51,6 @@ def draw_timeline(events, path):
     ax.invert_yaxis()
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     save_figure(figure, path)
-
-
-def draw_meshes(layouts, tables, path):
-    """The same ranks on two meshes, side by side: ranks of one colour hold the same weights.
-    tables: for each layout what hsdp.describe_ranks says of it"""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 2 * len(layouts)), layout="constrained")
-    axes = figure.subplots(len(layouts), 2, squeeze=False)
-    for layout, table, (left, right) in zip(layouts, tables, axes):
-        # Left: the dense weights. A row is one copy of the model, cut into pieces.
-        ranks = range(layout.world)
-        copies, pieces = layout.dp_replicate, layout.shard
-        labels = []
-        for rank, batch in zip(ranks, table["batch . part"]):
-            labels.append(f"rank {rank}\npiece {rank % pieces}\nbatch {batch}")
-        title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
-        draw_mesh(left, copies, [rank % pieces for rank in ranks], labels, title)
-
-        # Right: the experts. No rank holds what another one holds, so each has a colour of its own.
-        labels = []
-        for rank, word in zip(ranks, table["experts . piece"]):
-            experts, piece = word.split(".")
-            labels.append(f"rank {rank}\nexperts {experts}\npiece {piece}")
-        title = f"experts: {layout.ep} groups (ep) x {layout.efsdp} pieces (efsdp)"
-        draw_mesh(right, layout.efsdp, list(ranks), labels, title)
-    figure.suptitle(
-        "Which rank holds which weights: the same 8 ranks on two meshes; "
-        "equal colours are copies  (python hsdp.py)"
-    )
-    save_figure(figure, path)
-
-
-def draw_mesh(ax, rows, colors, labels, title):
-    """A grid of ranks, row by row, each with its colour and its label."""
-    # Twelve colours are enough for the 8 ranks here. The axis points downwards: row 0 is on top.
-    columns = len(colors) // rows
-    grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    ax.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
-    ax.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
-
-    for rank, label in enumerate(labels):
-        place = rank % columns, rank // columns
-        ax.text(*place, label, ha="center", va="center", fontsize=7)
-    ax.set(title=title, xticks=[], yticks=[])
 
 
 def draw_loads(runs, path):

@@ -4,47 +4,22 @@
 cannot be written, are one line and exit code 2.
 
 It stands here because every file of the book needs the same few lines, and none of them is about
-flags. Left out: flags. A file that takes some (rollout.py --replay) adds them to `make_parser`.
+flags. Left out: flags. A file that takes some (rollout.py --replay) has a parser of its own.
 """
 
-import argparse
-import sys
+from command.flags import make_parser, usage_error
 
 
-def make_demo_parser(file, about):
-    """A parser that answers wrong input by one line with the file's name"""
-    parser = argparse.ArgumentParser(prog=file, description=about, allow_abbrev=False)
-
-    def refuse(message):
-        print(f"{file}: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    parser.error = refuse
-    return parser
+def run_demo(file, about, demo, argv):
+    """Runs the demonstration of a file that takes no flags."""
+    make_parser(file, about).parse_args(argv)
+    draw_or_refuse(file, demo)
 
 
-def refuse_moved(parser, argv, moved):
-    """Answers a flag of an earlier version with the command that has taken its place. moved:
-    {flag: that command}"""
-    for flag, command in moved.items():
-        found = [word for word in argv if word.partition("=")[0] == flag]
-        if found:
-            others = [word for word in argv if word not in found]
-            parser.error(" ".join([f"{flag} has moved:", command, *others]))
-
-
-def run_demo(file, about, demo, argv, moved={}):
-    """Run the demonstration of a file that takes no flags."""
-    parser = make_demo_parser(file, about)
-    refuse_moved(parser, argv, moved)
-    parser.parse_args(argv)
-    draw_or_refuse(parser, demo)
-
-
-def draw_or_refuse(parser, demo):
+def draw_or_refuse(file, demo):
     """Runs the demonstration. Its figure goes to out/: where that cannot be written, the command
     ends with one line."""
     try:
         demo()
     except OSError as error:
-        parser.error(f"{error.filename or 'cannot write'}: {error.strerror or error}")
+        usage_error(f"{error.filename or 'cannot write'}: {error.strerror or error}", file)

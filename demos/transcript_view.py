@@ -1,7 +1,8 @@
 """demos/transcript_view.py: a conversation of transcripts.jsonl in a terminal.
 
-    format_transcript(line)     -> text in colour: sampled bright, the rest dim
-    print_transcript(path)      the conversation that stands in a line of a file
+    format_transcript(line)        -> text in colour: sampled bright, the rest dim
+    print_transcript(path, line)   the conversation that stands in a line of a file
+    replay_or_demonstrate(...)     the command line of rollout.py
 
     python rollout.py --replay=out/run/transcripts.jsonl
 
@@ -10,10 +11,13 @@ nothing. A file may come from anywhere, so control characters are spelled out be
 terminal. Left out: a pager.
 """
 
+import json
 import re
 import sys
+from pathlib import Path
 
-from command.transcripts import message_text, read_transcripts
+from command.flags import make_parser
+from demos.demonstration import draw_or_refuse
 
 
 def message_notes(message):
@@ -41,9 +45,22 @@ def escape_control_chars(text):
     return re.sub("[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", spell_out, text)
 
 
+def message_text(message):
+    """What a message says: its content, and a line for each of its calls"""
+    # The content may be None beside calls.
+    words = [message["content"] or ""]
+    for call in message.get("tool_calls", []):
+        arguments = json.loads(call["function"]["arguments"])
+        pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+        words.append(f"> {call['function']['name']} {pairs}")
+    text = "\n".join(word for word in words if word)
+    # Half of a surrogate pair is no character and cannot be printed.
+    return text.encode("utf-8", "replace").decode()
+
+
 def format_transcript(line):
-    """A conversation (see transcripts.check_conversation) in colour: what was sampled bright, the
-    rest dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
+    """A conversation (see transcripts.describe_rollout) in colour: what was sampled bright, the rest
+    dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
     # First a line about the segment, then its messages, each with the speaker on the left. For a
     # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
     about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
@@ -63,11 +80,42 @@ def format_transcript(line):
 def print_transcript(path, number=None):
     """Prints a conversation of a file: line `number`, from 1, or the last one. ValueError says in
     one line why it cannot."""
-    lines = read_transcripts(path)
-    number = len(lines) if number is None else number
-    if not 1 <= number <= len(lines):
-        raise ValueError(f"--line={number}: {path} has lines 1 to {len(lines)}")
+    # utf-8-sig also reads a file that begins with a byte order mark.
+    try:
+        rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    number = len(rows) if number is None else number
+    if not 1 <= number <= len(rows):
+        raise ValueError(f"--line={number}: {path} has lines 1 to {len(rows)}")
+
+    # A file may come from anywhere: what is no conversation fails somewhere on the way to its text.
+    try:
+        text = format_transcript(json.loads(rows[number - 1]))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(
+            f"{path}: line {number} is no conversation (messages of role, content, tool_calls)"
+        ) from None
     # A terminal that is not for all letters shows their numbers.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(format_transcript(lines[number - 1]))
+    print(text)
+
+
+def replay_or_demonstrate(argv, demo):
+    """With --replay prints a conversation, without it runs the demonstration. demo: a function"""
+    parser = make_parser("rollout.py", "A demonstration and a group of rollouts.")
+    about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
+    parser.add_argument("--replay", metavar="FILE", help=about)
+    about = "with --replay: which line of the file, from 1"
+    parser.add_argument("--line", type=int, metavar="N", help=about)
+    given = parser.parse_args(argv)
+    if given.replay is None and given.line is not None:
+        parser.error("--line goes with --replay=FILE")
+    if given.replay is None:
+        return draw_or_refuse("rollout.py", demo)
+    try:
+        print_transcript(given.replay, given.line)
+    except ValueError as error:
+        parser.error(error)

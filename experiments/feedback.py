@@ -20,7 +20,7 @@ import math
 import re
 import sys
 
-from command import learning_curves
+from command import step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
@@ -41,7 +41,7 @@ def whole_run(folder, policies):
 
     # Only the default run has a log of SFT in its folder: the other arm begins after it. What the
     # command took stands in the last line of the evaluation's table.
-    lines = learning_curves.read_step_log(folder, "sft")
+    lines = step_log.read_step_log(folder, "sft")
     if lines:
         numbers["constants after SFT"] = lines[-1].get("constants", math.nan)
         table = json.loads((folder / "summary.json").read_text())["table"]

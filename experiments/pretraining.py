@@ -18,14 +18,14 @@ import sys
 
 import numpy as np
 
-from command import learning_curves
+from command import step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
 # A number that no evaluation has: `more` gets the folder of a run, and may read any of its logs.
 def loss_after_sft(folder, policies):
-    losses = [line["loss"] for line in learning_curves.read_step_log(folder, "sft")[-50:]]
+    losses = [line["loss"] for line in step_log.read_step_log(folder, "sft")[-50:]]
     return {"loss after SFT": float(np.mean(losses or math.nan))}
 
 

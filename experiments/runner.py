@@ -242,9 +242,8 @@ def with_steps(arm, steps):
 def check_flags(job):
     """What train.py would refuse is refused before anything runs."""
     given = train.FLAGS.parse(job.words)
-    stages = [given["stage"]] if "stage" in given else [*train.ORDER, "eval"]
-    for stage in stages:
-        train.FLAGS.configure({**given, "stage": stage}, stage, stages)
+    for stage in train.FLAGS.stages_of(given):
+        train.FLAGS.configure({**given, "stage": stage}, stage)
 
 
 # ---------------------------------------------------------------- running them
@@ -334,15 +333,12 @@ def main(module, argv):
     for job in plans[0][0]:
         check_flags(job)
 
-    # So are files that cannot be written. A figure that cannot be drawn is only said.
+    # So is a folder that cannot be written.
     folder = Path(out, name)
     try:
-        check_writable(folder, [f"{name}.json", f"{name}.png"])
+        check_writable(folder)
     except OSError as error:
         usage_error(f"{error.filename or folder}: {error.strerror or error}")
-    problem = drawing.try_to_draw()
-    if problem:
-        print(f"experiments: {problem}", file=sys.stderr)
 
     # All runs of all seeds. Each knows the command of the experiment.
     command = shlex.join(["python", "-m", module, *argv])

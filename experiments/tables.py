@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from command import drawing, learning_curves
+from command import drawing, learning_curves, step_log
 from command.policy_report import format_number
 
 # keys of the log for which the table tells the step at which a habit is down to a tenth
@@ -31,18 +31,25 @@ def read_results(experiment, runs):
     return results
 
 
+def curve_by_step(lines, name):
+    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log
+    which lost its beginning is not moved forward"""
+    by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
+    return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
+
+
 def read_outcome(folder, experiment, policy="after RL"):
     """What one run says -> its curves by step, its numbers at the end and, where the experiment
     asks for them, numbers by level"""
     # An arm that is pretraining alone has the step log of that stage, and no evaluation.
     if len(experiment.stages) == 1:
-        lines = learning_curves.read_step_log(folder, experiment.stages[0])
-        curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
+        lines = step_log.read_step_log(folder, experiment.stages[0])
+        curves = {name: curve_by_step(lines, name) for name in experiment.curves}
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
 
     # All others: the step log of RL.
-    lines = learning_curves.read_step_log(folder, "rl")
-    curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
+    lines = step_log.read_step_log(folder, "rl")
+    curves = {name: curve_by_step(lines, name) for name in experiment.curves}
 
     # The evaluation on held-out tasks.
     policies = json.loads((folder / "summary.json").read_text())["policies"]

@@ -217,9 +217,11 @@ class LowPrecisionExperts(moe.Experts):
     """The twin of moe.Experts.forward where the operands of its products are rounded to the format
     `precision`"""
 
+    @staticmethod
+    def is_for(experts):
+        return bool(experts.precision)
+
     def forward(self, x, counts):
-        if not self.precision:
-            return super().forward(x, counts)
         return low_precision_swiglu(x, counts, *self.local_weights(), self.precision)
 
 

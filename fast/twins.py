@@ -216,7 +216,9 @@ def accelerate(model):
         kind, twins = type(module), []
         for owner, method, twin in methods:
             if issubclass(kind, owner) and getattr(kind, method.__name__) is method:
-                twins.append(twin)
+                # Some twins are for some modules alone.
+                if not hasattr(twin, "is_for") or twin.is_for(module):
+                    twins.append(twin)
         if twins:
             module.__class__ = join_classes(tuple(twins), kind)
     return model

@@ -1,6 +1,6 @@
 """fast/workers.py: agents are sampled in processes beside the trainer.
 
-The twin of command/in_turn.py, where one process samples, learns and samples again. Stated for
+The twin of rollout.InTurn, where one process samples, learns and samples again. Stated for
 Composer (Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent
 every step as compressed deltas against the previous upload, a full one now and then, swapped in
 mid-rollout, so that later tokens are fresher; off-policyness is kept small, not corrected. Ours:
@@ -32,7 +32,6 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fast.sampler import make_sampler, sampling_model
@@ -249,7 +248,7 @@ def worker_main(pipe, trainer, settings, patch=""):
 
 
 class Workers:
-    """The twin of command.in_turn.InTurn: n generation processes sample while the trainer learns.
+    """The twin of rollout.InTurn: n generation processes sample while the trainer learns.
 
     A thread of the trainer supervises each process. The processes are forked from a server that has
     no threads of its own: forking the trainer could copy a lock that one of its threads holds.
@@ -356,13 +355,3 @@ class Workers:
             process.terminate()
         for process in self.processes.values():
             process.join(5)
-
-
-def staleness(groups, version):
-    """Groups of rollouts -> for every sampled token (N,), by how many updates the policy that
-    sampled it was older than `version`"""
-    versions = [np.zeros(0, dtype=int)]
-    for group in groups:
-        for rollout in group:
-            versions += [turn.versions for turn in rollout.turns if turn.role == "assistant"]
-    return version - np.concatenate(versions)

@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 from repositories import leftovers
-from repositories.repo_files import sources
+from repositories.deletion import sources
 from world.machine import shown_folders
 from world.tree import PROTECTED
 from repositories.source import code_lines, file_of_test, find_test, package_root

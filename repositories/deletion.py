@@ -1,18 +1,64 @@
-"""deletion.py: the edits that delete a set of definitions from a tree of files.
+"""deletion.py: the definitions of a tree of files, and the edits that delete a set of them.
 
+`definitions` are what can be deleted from a tree of files.
 synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). This file removes
 its definitions: it leaves stubs (`stub_bodies`) or nothing (`remove_definitions`), and it finds the
 helpers that nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it is;
 repositories/source.py makes such edits, in one file and its syntax tree at a time.
 
-Definitions are those of repositories/study.py. Standard library only.
+Standard library only.
 """
 
 import ast
 import re
+from dataclasses import dataclass, field
 
-from repositories.study import definitions
-from repositories.source import remove_statements, replace_bodies
+from repositories.repo_files import sources
+from repositories.source import (
+    find_definitions,
+    first_line,
+    is_text,
+    remove_names,
+    remove_statements,
+    replace_bodies,
+)
+
+
+@dataclass
+class Definition:
+    """A function, method or class of a repository, which may be deleted to make a task."""
+
+    path: str
+    name: str  # Class.method for a method
+    kind: str  # function | method | class
+    first: int  # first line, decorators included, from 1
+    last: int
+    node: object
+    tests: set = field(default_factory=set)
+    # every definition of this name in its scope, setters and overloads included; node is the last
+    nodes: list = field(default_factory=list)
+    early: bool = False  # runs while the package is imported: nothing works without it
+    wanted: bool = False  # a file imports or exports it by name, and does not work without it
+
+    def size(self):
+        """Its number of lines."""
+        return self.last - self.first + 1
+
+
+def definitions(files, paths=None):
+    """[Definition] of the functions, classes and methods outside tests. Those of one name in one
+    scope are one Definition, whose node is the last of them."""
+    found = []
+    for path in paths if paths is not None else sources(files):
+        # A path that is not UTF-8 cannot be named in a task.
+        if not is_text(path):
+            continue
+        for name, kind, nodes in find_definitions(files[path]):
+            last = nodes[-1]
+            found.append(
+                Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes)
+            )
+    return found
 
 
 def functions_of(chosen):

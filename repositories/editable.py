@@ -18,7 +18,7 @@ import json
 import re
 from pathlib import Path
 
-from repositories.repo_files import sources
+from repositories.deletion import sources
 from repositories.source import package_root
 from world.untrusted import parsed
 from repositories.suite import read_ini, read_toml

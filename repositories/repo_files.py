@@ -5,7 +5,6 @@ away and are known by their names: caches, bytecode, version control, virtual en
 (JUNK). They are not copied. What decides the verdict may not be changed: PROTECTED in
 world/tree.py.
 
-    sources    Python that a feature can be deleted from: no test, no configuration, no docs
     packages   the names under which the sources are imported
 
 What gives a feature away by its content is found in repositories/copies.py.
@@ -16,10 +15,11 @@ import re
 from pathlib import Path
 
 from repositories import leftovers
+from repositories.deletion import sources
 from repositories.source import package_root
 from world.untrusted import is_python
 from world.task import Refusal
-from world.tree import PROTECTED, Link, has_own_mode, read_link, with_mode
+from world.tree import has_own_mode, read_link, with_mode
 
 JUNK = re.compile(
     r"(^|/)(__pycache__"
@@ -95,19 +95,6 @@ def copy_repository(repo):
             f"{repo}: {candidates[0]} does not parse as Python 3, and no other source does"
         )
     return files
-
-
-def sources(files):
-    """The paths of files that features are deleted from: Python that is neither test nor
-    configuration nor documentation."""
-    return [
-        path
-        for path in files
-        if path.endswith(".py")
-        and not isinstance(files[path], Link)
-        and not PROTECTED.search(path)
-        and not re.match(r"docs?/|examples?/", path)
-    ]
 
 
 def packages(files):

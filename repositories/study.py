@@ -26,9 +26,11 @@ from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
 from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
-from repositories.source import file_of_test, find_definitions, first_line, is_text, package_root
+from repositories.deletion import definitions
+from repositories.source import file_of_test, first_line, package_root
 from world.untrusted import parsed
 from world.task import Refusal
+from world.tree import PROTECTED
 
 
 @dataclass
@@ -46,43 +48,6 @@ class Repository:
     # tests that fail, or pass now and then, with nothing deleted: a green command leaves them out
     left_out: list
     importable: list = field(default_factory=list)  # names of the modules that can be imported
-
-
-@dataclass
-class Definition:
-    """A function, method or class of a repository, which may be deleted to make a task."""
-
-    path: str
-    name: str  # Class.method for a method
-    kind: str  # function | method | class
-    first: int  # first line, decorators included, from 1
-    last: int
-    node: object
-    tests: set = field(default_factory=set)
-    # every definition of this name in its scope, setters and overloads included; node is the last
-    nodes: list = field(default_factory=list)
-    early: bool = False  # runs while the package is imported: nothing works without it
-    wanted: bool = False  # a file imports or exports it by name, and does not work without it
-
-    def size(self):
-        """Its number of lines."""
-        return self.last - self.first + 1
-
-
-def definitions(files, paths=None):
-    """[Definition] of the functions, classes and methods outside tests. Those of one name in one
-    scope are one Definition, whose node is the last of them."""
-    found = []
-    for path in paths if paths is not None else sources(files):
-        # A path that is not UTF-8 cannot be named in a task.
-        if not is_text(path):
-            continue
-        for name, kind, nodes in find_definitions(files[path]):
-            last = nodes[-1]
-            found.append(
-                Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes)
-            )
-    return found
 
 
 # Runs of a suite before a task is made of it: FEWEST_RUNS, and up to MOST_RUNS as long as all runs

@@ -1,12 +1,13 @@
 """command/flags.py and command/configuration.py: what follows from the fields of Config. Values,
 defaults, refusals, and the configuration in force as --help and as a stage print it."""
 
+import re
 from dataclasses import dataclass, fields
 
 import pytest
 
 import train
-from command import configuration, flags
+from command import checks, flags
 
 
 def lines_of_stage(given, stage):
@@ -44,25 +45,28 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     text = text.removeprefix(train.__doc__)
     assert all(len(line) <= 100 for line in text.split("\n"))
     flat = " ".join(text.split())
-    assert "--dim=640 width of the residual stream [scale gpu; default 128]" in flat
-    assert (
-        "--optimizer=adamw muon: Muon for matrices" in flat and "[stage rl; default muon]" in flat
-    )
-    said = "--group_size=5 rollouts per task; their mean reward is the baseline [flag; default 8]"
-    assert said in flat
-    assert "on one rank [scale gpu; default 4096]" in flat
-    assert "--steps=100 optimizer steps" in flat  # that of rl at scale gpu is the default, too
-    said = "--feedback=0.15 weight of the targeted textual feedback (distillation); 0: off -"
-    assert said in flat
+    for said in (
+        "--dim 640 width of the residual stream [scale gpu; default 128]",
+        "--optimizer adamw muon: Muon for matrices",
+        "[stage rl; default muon]",
+        "--group_size 5 rollouts per task; their mean reward is the baseline [flag; default 8]",
+        "on one rank [scale gpu; default 4096]",
+        "--steps 100 optimizer steps",  # that of rl at scale gpu is the default, too
+        "--feedback 0.15 weight of the targeted textual feedback (distillation); 0: off -",
+    ):
+        assert said in flat
 
 
-def test_help_alone_shows_the_defaults_and_a_wrong_stage_is_refused(capsys):
+def test_help_alone_shows_the_defaults_and_explains_every_flag(capsys):
     with pytest.raises(SystemExit):
         train.main(["-h"])
-    assert "--group_size=8 " in (text := capsys.readouterr().out) and "default 8" not in text
-    with pytest.raises(SystemExit) as end:
-        train.main(["--help", "--stage=rll"])
-    assert end.value.code == 2 and "--stage takes one of all, pretrain" in capsys.readouterr().err
+    text = capsys.readouterr().out.removeprefix(train.__doc__)
+    assert all(len(line) <= 100 for line in text.split("\n"))
+    flat = " ".join(text.split())
+    assert "--group_size 8 " in flat and "default 8" not in flat
+    for _, group in flags.field_groups(train.Config):
+        for name, explanation in group:
+            assert explanation and f"--{name} " in flat and explanation in flat
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,12 @@ class Patched(train.Config):
 
 
 def test_a_class_derived_from_the_configuration_has_its_own_flags():
-    given, wants_help = flags.parse_flags(["--noise=0.25", "--group_size", "4"], Patched)
-    assert given == {"noise": 0.25, "group_size": 4} and not wants_help
-    text = flags.describe_flags(Patched)
-    assert "an ablation\n  --noise=0.5               added to every reward" in text
-    assert "  --group_size=8 " in text
+    parser = flags.make_config_parser(Patched)
+    given = vars(parser.parse_args(["--noise=0.25", "--group_size", "4", "--resume"]))
+    assert given == {"noise": 0.25, "group_size": 4, "resume": True}
+    text = parser.format_help()
+    assert "an ablation:\n  --noise 0.5               added to every reward" in text
+    assert "  --group_size 8 " in text
 
 
 # What the recipe sets apart from the first value of a field, worked out by hand.
@@ -106,19 +111,19 @@ def test_defaults_are_laid_over_each_other_in_the_order_that_is_said(scale, stag
     assert train.FLAGS.configure({**given, "steps": 7}, stage).steps == 7
 
 
-def test_every_default_passes_the_check_of_its_own_flag():
+def test_every_default_is_a_value_of_its_own_flag_for_a_stage_and_a_scale_that_exist():
+    scales = [*train.FLAGS.scales, "published"]
+    known = {*train.FLAGS.stages, *scales}
+    known |= {f"{scale}_{stage}" for scale in scales for stage in train.FLAGS.stages}
+    kinds = {field.name: field.type.__name__ for field in fields(train.Config)}
     for name, rule in flags.rules_of(train.Config).items():
+        assert known >= set(rule.defaults), name
         for value in (getattr(train.Config, name), *rule.defaults.values()):
-            flags.check_value(name, rule, value)
-
-
-def test_a_default_of_a_stage_that_does_not_exist_is_no_configuration():
-    @dataclass(frozen=True)
-    class Misspelled(train.Config):
-        noise: float = flags.flag(0.5, sfft=0.1)
-
-    with pytest.raises(AssertionError, match="noise: {'sfft'}"):
-        configuration.Flags(Misspelled, train.SIZES, "")
+            if value != "":
+                assert flags.read_value(flags.write_value(value), kinds[name], rule) == value
+        other, _, value = rule.idle_with.partition("=")
+        if value:
+            flags.read_value(value, kinds[other], flags.rules_of(train.Config)[other])
 
 
 def test_a_field_that_a_run_on_disk_does_not_know_has_the_default_of_that_run():
@@ -127,3 +132,36 @@ def test_a_field_that_a_run_on_disk_does_not_know_has_the_default_of_that_run():
     older = {name: value for name, value in made.items() if name not in ("lr", "window", "mtp")}
     assert flags.fill_in(train.Config, older) == made
     assert flags.fill_in(train.Config, made | {"gone": 1}) == made
+
+
+@pytest.mark.parametrize(
+    "words, stage, idle",
+    [
+        ("--lr=1e-5 --weight_decay=1 --grad_clip=2", "rl", ["lr", "weight_decay"]),
+        ("--lr=1e-5 --optimizer=muon", "rl", []),
+        ("--lr=1e-5", "all", []),
+        ("--optimizer=adamw --lr=1e-5", "all", ["lr"]),
+        ("--group_size=4 --demos=3 --context=64", "long", ["group_size", "demos"]),
+        ("--tasks=t --levels=3 --trigger=.5", "rl", ["levels"]),
+        ("--tasks=t --levels=3", "all", []),
+        ("--tasks=t --eval_tasks=3", "eval", ["eval_tasks"]),
+        ("--summarize=0 --trigger=.5 --plain --draft=2", "rl", ["trigger", "draft"]),
+        ("--staleness=2", "rl", ["staleness"]),
+        ("--staleness=2 --workers=1", "rl", []),
+        ("--layers=1 --experts=4", "pretrain", ["experts"]),
+        ("--mtp", "rl", ["mtp"]),
+    ],
+)
+def test_flags_that_change_nothing_in_any_stage_of_a_command_are_said_in_one_line(
+    words, stage, idle, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(checks.tqdm, "write", said.append)
+    given = train.FLAGS.parse([*words.split(), "--scale=tiny", "--device=cpu", f"--stage={stage}"])
+    configs = {
+        name: train.FLAGS.configure({**given, "stage": name}, name)
+        for name in train.FLAGS.stages_of(given)
+    }
+    checks.say_idle_flags(configs, given)
+    assert len(said) == bool(idle)
+    assert re.findall(r"--(\w+) \(", "".join(said)) == idle

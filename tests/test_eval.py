@@ -18,7 +18,8 @@ from commands import run_command
 import eval as evaluation
 import muon
 from rollout import Limits, Rollout, Segment, Tokenizer, Turn, demonstrate, make_turn
-from command import checkpoints, learning_curves, policy_report
+from command import checkpoints, learning_curves, policy_report, step_log
+from experiments import tables
 from moe import Model, ModelConfig
 from refusals import refuse
 from synth_tasks import make_task
@@ -329,14 +330,14 @@ def test_small_numbers_are_printed_in_significant_digits(value, form, text):
 
 def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
     (tmp_path / "rl.jsonl").write_text(
-        '{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5'
+        '{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 2}\n7\n{"step": 5'
     )
-    lines = learning_curves.read_step_log(tmp_path, "rl")
+    lines = step_log.read_step_log(tmp_path, "rl")
     assert [(entry["step"], entry["x"]) for entry in lines] == [(3, 5), (4, 2)]
-    assert str(learning_curves.curve_by_step(lines, "x")) == "[nan, nan, 5, 2]"
+    assert str(tables.curve_by_step(lines, "x")) == "[nan, nan, 5, 2]"
     assert (
         learning_curves.running_mean([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
-        and learning_curves.read_step_log(tmp_path, "sft") == []
+        and step_log.read_step_log(tmp_path, "sft") == []
     )
 
 
@@ -494,10 +495,11 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
         and (tmp_path / "eval.json").exists()
     )
-    code = "import sys; from command import drawing as d; assert d.try_to_draw() == '', d.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(d.try_to_draw())"
+    code = "from command import drawing; drawing.make_axes('', '', '')[0].savefig('a.png')"
     environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"}
-    done = run_command([sys.executable, "-c", code], cwd=ROOT, env=environment)
-    assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
+    environment["PYTHONPATH"] = str(ROOT)
+    run_command([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "a.png").exists()
 
 
 def test_an_edited_form_is_told_once(run, tmp_path, monkeypatch, capsys):
@@ -560,10 +562,7 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
     run, tmp_path, capsys
 ):
     evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=0,1", f"--out={tmp_path}"])
-    assert (
-        capsys.readouterr().out.count("p99") == 3
-        and (tmp_path / "mismatch.png").stat().st_size > 5000
-    )
+    assert capsys.readouterr().out.count("p99") == 3
     assert not (tmp_path / "eval.json").exists()
     model, tokenizer, config = evaluation.load_policy(run[0])
     # Matrices that start at zero would make every layer the identity.
@@ -651,8 +650,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     "argv,words",
     [
         (["--number=x"], "--number"),
-        (["--number=0"], "at least 1"),
-        (["--passes=-2"], "at least 1"),
+        (["--number=0"], "from 1 to"),
+        (["--passes=-2"], "from 1 to"),
         (["--nmber=3"], "--nmber"),
         (["--temperature=-1", "out"], "--temperature"),
         (["--temperature=nan", "out"], "--temperature"),
@@ -667,8 +666,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
         (["{run}", "--out={here}/file"], "file"),
         (["{damaged}"], "damaged"),
-        (["--number=2"], "which runs?"),
-        (["{run}", "{run}/"], "more than once"),
+        (["--number=2"], "required: runs"),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(

@@ -1,5 +1,6 @@
 """Generation processes against the same in one process; weights on their way against the casts."""
 
+import json
 import math
 import os
 import pickle
@@ -15,11 +16,10 @@ import moe
 from fast import workers as fast_workers
 from fast.sampler import make_sampler
 from moe import Model, ModelConfig
-from rollout import Limits, sample_groups
+from rollout import InTurn, Limits, staleness
 from sampling import TRAINED, same
 from summarize import Compaction
 from synth_tasks import make_task
-from command import in_turn, transcripts
 
 CONFIG = ModelConfig(
     vocab=TRAINED.vocab,
@@ -218,7 +218,7 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
         assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
     if not draft:
         # Each of the 3 rollouts has 7, 1, 13 and 19 tokens of the four versions.
-        assert Counter(fast_workers.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
+        assert Counter(staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
 
 
 def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
@@ -249,9 +249,7 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
             for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
                 same(a, b)
                 assert a.passed == b.passed and a.files == b.files
-            assert not fast_workers.staleness(groups, version).any() and beside.restarts == (
-                version > 0
-            )
+            assert not staleness(groups, version).any() and beside.restarts == (version > 0)
     finally:
         beside.close()
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
@@ -264,9 +262,7 @@ def test_the_plain_form_of_generation_yields_the_same_groups():
         make_sampler(CONFIG, torch.float32, "cpu", TRAINED, 400, 0.9, plain=plain)
         for plain in (True, False)
     ]
-    plain, fast = (
-        in_turn.InTurn(sample_groups, sampler, 2, Limits(400, 3, 24)) for sampler in samplers
-    )
+    plain, fast = (InTurn(sampler, 2, Limits(400, 3, 24)) for sampler in samplers)
     for version in (0, 1):
         for source in (plain, fast):
             assert source.publish(version, weights(version)) == {}  # nothing is sent
@@ -279,7 +275,7 @@ def test_the_plain_form_of_generation_yields_the_same_groups():
                 same(rollout, twin)
                 assert (rollout.passed, rollout.files) == (twin.passed, twin.files)
         for groups in (found, twins):
-            assert not fast_workers.staleness(groups, version).any()
+            assert not staleness(groups, version).any()
 
 
 def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
@@ -353,7 +349,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
             for l in logs[1:]
         )
-        lines = transcripts.read_transcripts(tmp_path / "transcripts.jsonl")
+        lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").open()]
         assert (
             sorted({l["step"] for l in lines}) == [1, 2, 3]
             and len(lines) >= 6

@@ -22,7 +22,6 @@ import hsdp
 from benchmarks import plan
 from command import checkpoints, failures
 from fast import gpu_memory
-from command.checks import check_parameters
 from demos import comm_counter
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, update_router_bias, mtp_loss
@@ -68,7 +67,6 @@ def make_optimizer(model):
         ],
         ns_dtype=torch.float32,
     )
-    check_parameters(optimizer, named)
     return optimizer
 
 
@@ -564,12 +562,11 @@ def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks
             assert abs(counted - planned) <= 0.02 * counted + 200, (layout, kind, counted, planned)
 
 
-def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
-    hsdp.demo(tmp_path / "grids.png")
+def test_the_demo_prints_both_grids_and_says_what_was_seen(capsys):
+    hsdp.demo()
     text = capsys.readouterr().out
-    assert (
-        tmp_path / "grids.png"
-    ).stat().st_size > 1e4 and "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
+    assert text.count("experts . piece") == 2
+    assert "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- bf16 weights: sums in fp32

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from command.checks import check_parameters
 from conftest import run_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import noise_of_places, stochastic_round
@@ -444,16 +443,6 @@ def test_bad_groups_are_refused_by_name():
         Muon([dict(params=[("wo", p)], column_blocks=3)])
     with pytest.raises(ValueError, match="sgd"):
         Muon([dict(params=[("wo", p)], algorithm="sgd")])
-
-
-def test_check_parameters_names_what_is_missing_and_what_is_foreign():
-    a, b, c = parameter(2, 2), parameter(3, 3), parameter(3)
-    optimizer = Muon([dict(params=[("a", a), ("b", b)])])
-    check_parameters(optimizer, [("a", a), ("b", b)])
-    with pytest.raises(ValueError, match=r"misses \['gain'\]"):
-        check_parameters(optimizer, [("a", a), ("b", b), ("gain", c)])
-    with pytest.raises(ValueError, match=r"holds \['b'\]"):
-        check_parameters(optimizer, [("a", a)])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,14 +1,12 @@
 """benchmarks/plan.py: its counts against hand counts, its table and its flags. That its bytes are
 those that eight ranks receive is tested in test_hsdp.py, where they are counted."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from commands import run_command
 from refusals import refuse
 import hsdp
 import train
@@ -133,18 +131,3 @@ def test_a_file_that_cannot_be_read_ends_in_one_line_and_code_2(tmp_path, capsys
     # On Linux reading this file fails with EIO; elsewhere the target does not exist.
     (tmp_path / "config.json").symlink_to("/proc/self/mem")
     assert f"{tmp_path}/config.json: " in refused([f"--init_from={tmp_path}"], capsys)
-
-
-@pytest.mark.parametrize(
-    "file, flags, command",
-    [
-        ("hsdp.py", ["--plan", "--gpus=8"], "python -m benchmarks.plan --gpus=8"),
-        ("moe.py", ["--bench"], "python -m benchmarks.train_step"),
-        ("muon.py", ["--bench"], "python -m benchmarks.muon"),
-        ("rollout.py", ["--bench"], "python -m benchmarks.decode"),
-    ],
-)
-def test_a_flag_that_has_moved_is_answered_by_the_new_command(file, flags, command):
-    done = run_command([sys.executable, file, *flags], cwd=ROOT)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr == f"{file}: {flags[0]} has moved: {command}\n"

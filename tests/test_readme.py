@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import train
-from command.flags import parse_flags
+from command.flags import make_config_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "benchmarks/README.md", "experiments/README.md")
@@ -54,7 +54,7 @@ def test_a_command_names_a_program_and_flags_that_exist(readme, program, words):
     else:
         assert (ROOT / program).is_file(), f"{readme}: no file {program}"
     if program == "train.py" and "--help" not in words:
-        parse_flags(words, train.Config)
+        make_config_parser(train.Config).parse_args(words)
 
 
 @pytest.mark.parametrize(

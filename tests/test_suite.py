@@ -616,7 +616,7 @@ def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tm
     "words, says",
     [
         (["synth_tasks.py", "--check=EMPTY"], "holds no tasks"),
-        (["eval.py"], "which runs?"),
+        (["eval.py"], "required: runs"),
         (["synth_tasks.py", "--keep=x"], "--autoinstall"),
         (["synth_tasks.py", "--repo=.", "--autoinstall", "--keep="], "needs a folder"),
     ],

@@ -51,6 +51,7 @@ from repositories import (
 )
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
+from world.tree import PROTECTED
 from repositories.suite import Plan
 from repositories.source import find_test
 from world.untrusted import parse
@@ -1368,9 +1369,7 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
                 window in text
                 for window in windows
                 for path, text in task.files.items()
-                if path.endswith(".py")
-                and not repo_files.PROTECTED.search(path)
-                and path in task.solution
+                if path.endswith(".py") and not PROTECTED.search(path) and path in task.solution
             )
     gone = [
         task

@@ -29,8 +29,6 @@ from command import (
     checks,
     drawing,
     flags,
-    idle_flags,
-    learning_curves,
     output_files,
     policy_report,
     rollout_statistics,
@@ -93,57 +91,45 @@ def refused(arguments, capsys):
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--feedbak=0", "--feedback"),
-        ("--steps=ten", "whole number"),
-        ("--lr=fast", "a number"),
-        ("--lr=nan", "finite"),
-        ("--stage=rll", "one of all, pretrain, long, sft, rl, eval"),
-        ("--scale=huge", "one of auto, laptop, gpu, tiny"),
-        ("--optimizer=sgd", "muon, adamw"),
-        ("--summarize=2", "0 or 1"),
-        ("--weight_dtype=fp8", "float32, bfloat16"),
-        ("--warmup=2", "from 0 to 1"),
-        ("--eval_levels=18", "a list, with commas, of 0, 1, 2"),
+        ("--feedbak=0", "unrecognized arguments: --feedbak=0"),
+        ("pretrain", "unrecognized arguments: pretrain"),
+        ("--ste", "unrecognized arguments: --ste"),
+        ("--lr", "expected one argument"),
+        ("--steps=ten", "takes a whole number"),
+        ("--lr=fast", "takes a number"),
+        ("--lr=nan", "from 0 to"),
+        ("--grad_clip=inf", "from 1e-30 to"),
+        ("--grad_clip=0", "from 1e-30 to"),
+        ("--temperature=0", "from 0.001 to"),
+        ("--seed=99999999999999999999", "from 0 to 4294967295"),
         ("--levels=0-5", "a list, with commas, of 0, 1, 2"),
-        ("--trigger=0.9", "below .875"),
+        ("--stage=rll", "one of all, pretrain, long, sft, rl, eval"),
         ("--habits=tools", "a list, with commas"),
-        ("--precision=fp8", "dtype, mxfp8, nvfp4"),
-        ("--steps=0", "at least 1"),
+        ("--summarize=2", "0 or 1"),
+        ("--out=", "is empty"),
+        ("--trigger=0.9", "below .875"),
         ("--num_experts_per_tok=9", "at most"),
-        ("pretrain", "unknown flag"),
-        ("--ste", "unknown flag"),
         ("--ep=3", "ep=3"),
         ("--cp=2", "cp=2"),
+        ("--cp=3", "--cp=3 cuts"),
         ("--dp_replicate=2", "dp_replicate=2"),
-        ("--data=/no/such/folder", "no such folder"),
-        ("--lr", "takes a value"),
-        ("--grad_clip=0", "at least 1e-30"),
-        ("--temperature=0", "at least 0.001"),
         ("--heads=3", "a multiple of 4 * --heads"),
-        ("--temperature=1e-5", "at least 0.001"),
-        ("--temperature=5e-324", "from 1e-30 to 1e30"),
-        ("--grad_clip=1e-40", "from 1e-30 to 1e30"),
-        ("--lr=1e300", "from 1e-30 to 1e30"),
-        ("--grad_clip=inf", "finite"),
-        ("--rope_theta=1", "at least 1.1"),
-        ("--seed=99999999999999999999", "from 0 to 4294967295"),
-        ("--eval_tasks=0", "at least 1"),
-        ("--heads=0", "at least 1"),
-        ("--max_turns=0", "at least 1"),
-        ("--yarn=0", "at least 1"),
-        ("--window=0", "at least 1"),
+        ("--dim=33", "--dim=33"),
+        ("--dim=36", "a multiple of 8"),
+        ("--data=/no/such/folder", "no such folder"),
         ("--start_from=x", "one stage"),
         ("--resume", "no checkpoint"),
-        ("--out=", "is empty"),
-        ("--init_from=", "is empty"),
-        ("--start_from=", "is empty"),
-        ("--tasks=", "is empty"),
-        ("--data=", "is empty"),
-        ("--export=", "is empty"),
+        ("--out=/dev/null/run", "cannot be written"),
+        ("--stage=long --cp=3 --context=65 --yarn=2", "--context times --yarn is 130"),
+        ("--stage=eval --expert_ffn=12", "--expert_ffn=12"),
+        ("--stage=long", "run the pretrain stage first"),
+        ("--stage=long --mtp --cp=2", "goes with --cp=1"),
+        ("--expert_ffn=40 --precision=nvfp4", "a multiple of 32"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
-    assert words in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}", flag], capsys)
+    out = [] if "--out" in flag else [f"--out={tmp_path}"]
+    assert words in refused([*SMALL, "--stage=pretrain", *out, *flag.split()], capsys)
     assert not (tmp_path / "pretrain").exists()
 
 
@@ -171,35 +157,32 @@ def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(
     assert not (tmp_path / "o").exists()
 
 
-def test_a_data_folder_without_python_is_refused(capsys, tmp_path):
+def test_what_is_no_data_is_left_out_and_what_else_is_left_out_is_said(tmp_path, capsys):
     assert "fewer than two Python files" in refused(
         [*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys
     )
-
-
-def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_path):
+    # A link that leads nowhere, and a folder named like a source.
     (tmp_path / "broken.py").symlink_to("nowhere")
     (tmp_path / "folder.py").mkdir()
-    for name in "ab":
-        (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
-    assert sorted(sum(source_files.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
+    (tmp_path / "tests").mkdir()
+    for name, text in (("a", "a = 1\n"), ("b", "b = 1\n"), ("large", "#" * 200_000)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "tests" / "test_a.py").write_text("c = 1\n")
+    lines = []
+    found = source_files.python_sources(str(tmp_path), lines.append)
+    assert sorted(sum(found, [])) == ["a = 1\n", "b = 1\n"]
+    (line,) = lines
+    assert "2 of 4 files" in line and "1 of 200 kB" in line and "1 in folders called tests" in line
+    (tmp_path / "large.py").unlink(), shutil.rmtree(tmp_path / "tests")
+    source_files.python_sources(str(tmp_path), lines.append)
+    source_files.python_sources("", lines.append)  # of the standard library nothing is said
+    assert len(lines) == 1
 
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
     words = [*SMALL, *"--stage=sft --steps=1 --window=20".split(), f"--start_from={run}"]
     said = refused_at_end([*words, f"--out={tmp_path}"], capsys)
     assert said.endswith("none of 12 demonstrations fits")
-
-
-def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "cannot be written" in refused([*SMALL, f"--out={tmp_path}/file/run"], capsys)
-
-
-def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
-    assert "run the pretrain stage first" in refused(
-        [*SMALL, "--stage=long", f"--out={tmp_path}"], capsys
-    )
 
 
 def test_a_run_that_is_older_than_a_flag_has_its_default_and_goes_on(run, capsys, monkeypatch):
@@ -263,7 +246,6 @@ def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(
     [
         (["--group_size=1", "--feedback=0"], "nothing to learn from"),
         (["--window=20"], "leaves room for a turn"),
-        (["--staleness=2"], "goes with --workers"),
         (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
     ],
 )
@@ -339,14 +321,6 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     (tmp_path / "t.jsonl").write_text("".join(lines))
     train.main([*words, "--steps=2"])
     assert [line["step"] for line in read_log(tmp_path / "o", "rl")] == [1, 2]
-
-
-def test_help_explains_every_flag_but_the_seed_within_the_width_of_a_screen():
-    text = flags.describe_flags(train.Config)
-    assert all(len(line) <= 100 for line in text.split("\n"))
-    for field in train.fields(train.Config):
-        line = next(line for line in text.split("\n") if line.startswith(f"  --{field.name}="))
-        assert field.name == "seed" or len(line.split(maxsplit=1)) == 2, line
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1337])
@@ -509,21 +483,6 @@ def test_a_folder_behind_a_tilde_is_below_home(monkeypatch, tmp_path):
     assert (given["out"], given["start_from"], given["data"]) == (f"{home}/a", f"{home}/b", "c~d")
 
 
-def test_files_of_a_folder_that_are_left_out_are_said(tmp_path):
-    (tmp_path / "tests").mkdir()
-    for name, text in (("a", "a = 1\n"), ("b", "b = 1\n"), ("large", "#" * 200_000)):
-        (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "tests" / "test_a.py").write_text("c = 1\n")
-    lines = []
-    assert len(sum(source_files.python_sources(str(tmp_path), lines.append), [])) == 2
-    (line,) = lines
-    assert "2 of 4 files" in line and "1 of 200 kB" in line and "1 in folders called tests" in line
-    (tmp_path / "large.py").unlink(), shutil.rmtree(tmp_path / "tests")
-    source_files.python_sources(str(tmp_path), lines.append)
-    source_files.python_sources("", lines.append)  # of the standard library nothing is said
-    assert len(lines) == 1
-
-
 TWICE = """
 import os, signal, torch, train
 keep = lambda: (dict(os.environ), [signal.getsignal(n) for n in (2, 15)], torch.get_num_threads())
@@ -580,18 +539,22 @@ def test_minutes_are_those_of_the_run_over_its_stages_and_commands(run, tmp_path
     assert all(10 < line["minutes"] < 15 for line in numbers_of_a_log(tmp_path, "long")[1:])
 
 
-def test_a_number_that_is_none_is_null_in_every_file(tmp_path):
+def test_a_log_keeps_nine_digits_and_a_number_that_is_none_is_null_in_every_file(tmp_path, capsys):
     refuse = lambda word: pytest.fail(f"{word} is no JSON")
     value = {"a": [1.5, float("nan"), (float("-inf"), None)], "b": {"c": float("inf"), "d": "NaN"}}
     known = {"a": [1.5, None, [None, None]], "b": {"c": None, "d": "NaN"}}
     text = output_files.to_json(value, indent=1)
     assert json.loads(text, parse_constant=refuse) == known
-    bar, log = SimpleNamespace(update=lambda: None), {"step": 1, "loss": float("nan")}
+
+    numbers = dict(step=1, loss=1.23456789e-12, norm=-4e-7, tokens=123456789, stale=1 / 3)
+    bar = SimpleNamespace(update=lambda: None)
     r = SimpleNamespace(rank=0, config=train.Config(stage="sft"))
+    log = {**numbers, "reward": float("nan")}
     assert step_log.report(r, bar, log, tmp_path / "sft.jsonl") == ""
     json.loads((tmp_path / "sft.jsonl").read_text(), parse_constant=refuse)
-    (read,) = learning_curves.read_step_log(tmp_path, "sft")
-    assert read["step"] == 1 and np.isnan(read["loss"])
+    (read,) = step_log.read_step_log(tmp_path, "sft")
+    assert np.isnan(read.pop("reward")) and "1.23e-12" in capsys.readouterr().out
+    assert read == {name: pytest.approx(n, rel=1e-8, abs=0) for name, n in numbers.items()}
 
 
 def test_a_share_of_nothing_is_left_out_of_the_log():
@@ -861,12 +824,6 @@ def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_mo
     kept = {name: torch.equal(began[name], after[name]) for name in after}
     assert all(same for name, same in kept.items() if name.startswith("mtp."))
     assert not all(kept.values())
-    assert "--mtp (its head learns in pretrain, long and sft alone, and is kept)" in (
-        capsys.readouterr().out
-    )
-    assert "goes with --cp=1" in refused(
-        [*SMALL, "--stage=long", "--mtp", "--cp=2", f"--out={tmp_path}"], capsys
-    )
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
@@ -890,9 +847,6 @@ def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage
     capsys.readouterr()
     assert f"give --precision={precision} here" in refused(
         [*SMALL, "--stage=long", f"--out={tmp_path}/o", f"--start_from={tmp_path}"], capsys
-    )
-    assert "a multiple of 32" in refused(
-        [*SMALL, "--expert_ffn=40", f"--precision={precision}", f"--out={tmp_path}/n"], capsys
     )
 
 
@@ -1223,22 +1177,24 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--stage=sft", "--start_from=nowhere"], "nowhere/long, which is not there"),
-        (["--stage=eval", "--start_from=nowhere"], "nowhere/sft"),
-        (["--stage=sft", "--dim=64"], "--dim beside a published model"),
-        (["--stage=eval", "--vocab=512"], "--vocab beside a published model"),
-        (["--stage=sft", "--window=1025"], "positions for 1024"),
-        (["--stage=eval", "--window=1025"], "positions for 1024"),
-        (["--stage=pretrain", "--context=1025"], "--context is 1025"),
-        (["--stage=long", "--context=1024"], "--yarn is 2048"),
+        ("--stage=sft --start_from=nowhere", "nowhere/long, which is not there"),
+        ("--stage=eval --start_from=nowhere", "nowhere/sft"),
+        ("--stage=sft --dim=64", "--dim beside a published model"),
+        ("--stage=eval --vocab=512", "--vocab beside a published model"),
+        ("--stage=sft --window=1025", "positions for 1024"),
+        ("--stage=eval --window=1025", "positions for 1024"),
+        ("--stage=pretrain --context=1025", "--context is 1025"),
+        ("--stage=long --context=1024", "--yarn is 2048"),
+        # The window of every stage is looked at before the first one.
+        ("--window=1025", "positions for 1024"),
+        ("--context=600", "--yarn is 1200"),
     ],
 )
 def test_what_does_not_go_with_a_published_model_is_refused(
     flags, words, published, tmp_path, capsys
 ):
-    assert words in refused(
-        [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", *flags], capsys
-    )
+    given = [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", *flags.split()]
+    assert words in refused(given, capsys)
     assert {path.name for path in tmp_path.glob("out/*")} <= {".lock"}
 
 
@@ -1431,7 +1387,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
 
     def segments(habits):
         config = replace(train.Config(), window=2048, habits=habits)
-        flags.check_value("habits", flags.rules_of(train.Config)["habits"], habits)
+        flags.read_value(habits, "str", flags.rules_of(train.Config)["habits"])
         rng = train.random.Random(1)
         return train.make_demonstration(config, task, rng, tokenizer, None)
 
@@ -1559,34 +1515,11 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
 # ---------------------------------------------------------------- flags, the log and the report
 
 
-@pytest.mark.parametrize(
-    "stage, flags, words",
-    [
-        ("rl", ["--lr=1e-5"], "give --adam_lr"),
-        ("rl", ["--weight_decay=.5"], "--weight_decay=0.5 is of Muon's"),
-        ("pretrain", ["--optimizer=adamw", "--lr=1e-5"], "give --adam_lr"),
-        ("sft", ["--optimizer=adamw", "--weight_decay=0"], "--weight_decay"),
-        ("all", ["--optimizer=adamw", "--lr=1e-3"], "give --adam_lr"),
-        ("pretrain", ["--cp=3"], "--cp=3 cuts"),
-        ("long", ["--cp=3", "--context=65", "--yarn=2"], "--context times --yarn is 130"),
-        ("rl", ["--dim=33"], "--dim=33"),
-        ("all", ["--dim=36"], "a multiple of 8"),
-        ("eval", ["--expert_ffn=12"], "--expert_ffn=12"),
-    ],
-)
-def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refused_at_the_door(
-    stage, flags, words, capsys, tmp_path
-):
-    assert words in refused([*SMALL, f"--stage={stage}", f"--out={tmp_path}/o", *flags], capsys)
-    assert not (tmp_path / "o").exists()
-
-
 def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(
     run, tmp_path
 ):
     with_muon = configure([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"], "rl")
-    of_all = train.FLAGS.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
-    assert with_muon.lr == of_all.lr == 1e-5
+    assert with_muon.lr == 1e-5
     config = configure([*SMALL, "--stage=sft", "--steps=2"], "sft")
     for step, line in enumerate(read_log(run, "sft")):
         assert line["lr"] == pytest.approx(config.lr * train.schedule(step, config))
@@ -1595,46 +1528,6 @@ def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is
     train.main([*SMALL, *words, f"--start_from={run}", f"--out={tmp_path}"])
     (line,) = read_log(tmp_path, "long")
     assert line["adam_lr"] == pytest.approx(1e-6) and "lr" not in line
-
-
-def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_others_are_not(
-    run, tmp_path, capsys
-):
-    capsys.readouterr()
-    words = [*SMALL, *"--stage=long --steps=1 --group_size=4 --grad_clip=2".split()]
-    train.main([*words, f"--start_from={run}", f"--out={tmp_path}"])
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "change nothing" in line]
-    assert (
-        "--group_size (of rl)" in said
-        and "--demos (of sft)" in said
-        and "--grad_clip" not in said
-        and "--context" not in said
-    )
-    config = train.FLAGS.configure(
-        {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": "0,1"}, "rl", ("sft", "rl")
-    )
-    assert set(
-        idle_flags.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": "0,1", "trigger": 0.5})
-    ) == {"lr", "levels"}
-
-
-def test_the_window_of_every_stage_is_looked_at_before_the_first_one_of_a_published_model(
-    published, tmp_path, capsys
-):
-    words = [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out"]
-    assert "positions for 1024" in refused([*words, "--window=1025"], capsys)
-    assert "--yarn is 1200" in refused([*words, "--context=600"], capsys)
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_can_not_be_written_at_the_end_is_refused_at_the_start(tmp_path, capsys):
-    for name, words in (("summary.json", "summary.json"), ("rl.jsonl", "rl.jsonl")):
-        (tmp_path / name / name).mkdir(parents=True)
-        assert words in refused([*SMALL, f"--out={tmp_path}/{name}"], capsys)
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o" / "sft").write_text("")
-    assert "o/sft: not a complete checkpoint" in refused([*SMALL, f"--out={tmp_path}/o"], capsys)
-    assert not list(tmp_path.glob("*/pretrain"))
 
 
 def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_cost_no_table(
@@ -1648,11 +1541,8 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     train.main(
         [*SMALL, "--stage=eval", "--eval_levels=0", f"--start_from={run}", f"--out={tmp_path}"]
     )
-    out, err = capsys.readouterr()
-    assert (
-        "no figures: matplotlib does not draw here" in err
-        and "no figure (ImportError: no backend)" in out
-    )
+    out = capsys.readouterr().out
+    assert "no figure (ImportError: no backend)" in out
     assert (
         f"after SFT = {run}/sft; there is no {tmp_path}/rl" in out
         and "solved [95 % interval]" in out
@@ -1703,7 +1593,6 @@ def test_what_is_made_from_an_unfinished_stage_says_so(run, tmp_path, capsys):
     [
         ([3, 4, 5, 6], 4, [3, 4]),
         ([1, 2, 3], 3, [1, 2, 3]),
-        ([2, 1, 2, 3], 2, [1, 2]),
         ([5, 6], 4, []),
         ([1, "torn", 2], 2, [1, 2]),
         ([1, 2, "torn"], 2, [1, 2]),
@@ -1717,23 +1606,6 @@ def test_a_log_is_cut_at_the_step_of_the_checkpoint_wherever_it_begins(lines, st
     # What was kept is as it was, and nothing else stands in the folder.
     assert path.read_text() == "".join(f'{{"step": {n}.0}}\n' for n in kept)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
-    numbers = {
-        "step": 1,
-        "loss": 1.23456789e-12,
-        "norm": -4e-7,
-        "tokens": 123456789,
-        "reward": 0.0,
-        "stale": 1 / 3,
-    }
-    one = SimpleNamespace(rank=0, config=SimpleNamespace(stage="rl"))
-    step_log.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
-    assert json.loads((tmp_path / "rl.jsonl").read_text()) == {
-        k: pytest.approx(v, rel=1e-8, abs=0) for k, v in numbers.items()
-    }
-    assert "1.23e-12" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the data that a run depends on
