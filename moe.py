@@ -867,8 +867,7 @@ def main(argv):
     from demos.demonstration import run_demo
 
     about = "Expert load with and without the balancing bias."
-    moved = {"--bench": "python -m benchmarks.train_step"}
-    run_demo("moe.py", about, demo, argv, moved)
+    run_demo("moe.py", about, demo, argv)
 
 
 if __name__ == "__main__":

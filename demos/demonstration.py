@@ -23,20 +23,9 @@ def make_demo_parser(file, about):
     return parser
 
 
-def refuse_moved(parser, argv, moved):
-    """Answers a flag of an earlier version with the command that has taken its place. moved:
-    {flag: that command}"""
-    for flag, command in moved.items():
-        found = [word for word in argv if word.partition("=")[0] == flag]
-        if found:
-            others = [word for word in argv if word not in found]
-            parser.error(" ".join([f"{flag} has moved:", command, *others]))
-
-
-def run_demo(file, about, demo, argv, moved={}):
+def run_demo(file, about, demo, argv):
     """Run the demonstration of a file that takes no flags."""
     parser = make_demo_parser(file, about)
-    refuse_moved(parser, argv, moved)
     parser.parse_args(argv)
     draw_or_refuse(parser, demo)
 

@@ -7,7 +7,7 @@ It stands apart from rollout.py because a flag is no part of an agent. Left out:
 has one.
 """
 
-from demos.demonstration import draw_or_refuse, make_demo_parser, refuse_moved
+from demos.demonstration import draw_or_refuse, make_demo_parser
 from demos.transcript_view import print_transcript
 
 
@@ -15,7 +15,6 @@ def replay_or_demonstrate(argv, demo):
     """With --replay prints a conversation, without it runs the demonstration. demo: a function"""
     # The flags.
     parser = make_demo_parser("rollout.py", "A demonstration and a group of rollouts.")
-    refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
     about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
     parser.add_argument("--replay", metavar="FILE", help=about)
     about = "with --replay: which line of the file, from 1"
