@@ -472,7 +472,8 @@ def sum_gradients(model):
 def clip_grad_norm(model, max_norm=math.inf, parameters=None):
     """Scale the gradient to at most max_norm; returns its norm before that, a 0-d tensor equal on
     all ranks. parameters: only of these (default: all of the model's). One all-reduce of one number
-    serves both meshes."""
+    serves both meshes. A NaN or infinity in any gradient: ValueError on every rank, before anything
+    has changed."""
     drop_gathered_weights(model)
     parameters = model.parameters() if parameters is None else parameters
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -490,12 +491,26 @@ def clip_grad_norm(model, max_norm=math.inf, parameters=None):
     if any(isinstance(g, DTensor) for g in grads):
         square = all_reduce_sum(square)
     norm = square.sqrt()
+    is_bad = ~(norm < math.inf)  # a NaN is not smaller either
+    if is_bad:
+        raise ValueError(f"gradient is NaN or infinite: {name_bad_gradients(model)}")
 
     # Every rank scales its own part by the same number.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
     for dtype in {g.dtype for g in local}:
         torch._foreach_mul_([g for g in local if g.dtype == dtype], scale.to(dtype))
     return norm.float()
+
+
+def name_bad_gradients(model):
+    """-> text: the parameters whose gradient is not finite in what lies here"""
+    names = []
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            here = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            if not here.isfinite().all():
+                names.append(name)
+    return ", ".join(names) or "on another rank"
 
 
 def drop_gathered_weights(model):

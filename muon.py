@@ -24,11 +24,11 @@ rank ever asks another for a size, nothing is padded, and a unit that already li
 stays there.
 
 newton_schulz has a fast twin, gram_newton_schulz, which steps aside where one edits it
-(fast/twins.py). Weights in bf16 keep small updates by stochastic_round
-(fast/stochastic_rounding.py). Both are handed over. Ours, for want of a public value: learning
-rate, momentum, coefficients, scale. Left out: fused kernels and symmetric GEMMs (a third of the
-FLOPs on a GPU), a second level of all-to-all for thousands of ranks, strided shards (tensor
-parallelism and FSDP on one dimension).
+(fast/twins.py). Ours, for want of a public value: learning rate, momentum, coefficients, scale.
+Left out: weights in bf16 that keep small updates (fast/stochastic_rounding.py), refusal of a
+gradient that is NaN (hsdp.clip_grad_norm), fused kernels and symmetric GEMMs (a third of the FLOPs
+on a GPU), a second level of all-to-all for thousands of ranks, strided shards (tensor parallelism
+and FSDP on one dimension).
 
     N      matrices in a stack (heads, experts)       R, C   rows and columns of a matrix
     unit   matrix n of a stack: has an owner, and travels as a whole; its column blocks, if it has
@@ -39,7 +39,6 @@ parallelism and FSDP on one dimension).
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
-import copy
 import math
 import sys
 import time
@@ -77,20 +76,17 @@ def step_scale(rows, columns):
     return 0.2 * max(rows, columns) ** 0.5
 
 
-def orthogonalize(G, steps=5, dtype=torch.bfloat16, out=None, iterate=newton_schulz):
+def orthogonalize(G, steps=5, dtype=torch.bfloat16, iterate=newton_schulz):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
-    dtype: in which the matrices are multiplied. out: the tensor that receives the result, G itself
-    if you like. iterate: a function to use in place of newton_schulz. Many small matrices are
-    multiplied as one batch, and the result of a matrix does not depend on the others of its
-    batch."""
+    dtype: in which the matrices are multiplied. iterate: a function to use in place of
+    newton_schulz. Many small matrices are multiplied as one batch, and the result of a matrix does
+    not depend on the others of its batch."""
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    if out is None:
-        out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
     # Nothing to multiply, and nothing to take a largest entry of.
     if not G.numel():
-        return out
+        return G.clone()
 
     # All leading dimensions make one stack. On a CPU zeros fill rows and columns up to multiples of
     # 8: without them the last bit of a product would depend on where in memory the matrix begins,
@@ -100,18 +96,13 @@ def orthogonalize(G, steps=5, dtype=torch.bfloat16, out=None, iterate=newton_sch
     X = torch.nn.functional.pad(G.reshape(-1, R, C), padding)
 
     # Zeros stay zeros in every product, so they are cut off again at the end.
-    X = iterate(unit_norm(X, dtype), steps)
-    return out.copy_(X[:, :R, :C].reshape(G.shape))
+    X = iterate(unit_norm(X).to(dtype), steps)
+    return X[:, :R, :C].reshape(G.shape).to(G.dtype)
 
 
-def unit_norm(X, dtype):
-    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
-    of the products. A matrix of zeros stays one."""
-    # Cast first, as a matrix that crosses the wire is. Two cases are divided first and cast at the
-    # end: fp16 cannot hold a gradient before the division, and no dtype holds all that fp64 holds.
-    if dtype != torch.float16 and X.dtype != torch.float64:
-        X = X.to(dtype)
-
+def unit_norm(X):
+    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value. A matrix of
+    zeros stays one."""
     # Squares of very small or large entries would leave the range of the dtype. Division by a power
     # of two prevents that and changes no digit: the one at or below the largest entry, which is
     # that entry without its mantissa.
@@ -120,14 +111,7 @@ def unit_norm(X, dtype):
     largest = largest.double()  # (N, 1, 1)
     X = X / (largest / (2 * torch.frexp(largest).mantissa)).to(X.dtype)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return (X / norm.clamp(min=tiny)).to(dtype)
-
-
-def round_to_nearest(weight, exact, seed, start):
-    """weight (bf16 or fp16) <- exact (fp32), a block that begins at `start` in the whole. Updates
-    of less than 1/512 of a bf16 weight are lost: fast/stochastic_rounding.py keeps them. seed:
-    numbers that are alike on every rank and different for every step and parameter"""
-    weight.copy_(exact)
+    return X / norm.clamp(min=tiny)
 
 
 # ---------------------------------------------------------------- who holds what, who computes what
@@ -160,44 +144,26 @@ def block_of(shape, mesh_shape, placements, coordinate):
     return tuple(edge for span in spans for edge in span)
 
 
-def block_start(tensor):
-    """Where the block that this rank holds begins in the whole tensor: a number per dimension."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim
-    mesh = tensor.device_mesh
-    edges = block_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
-    # Every second edge is a start. The tensor's own dimensions are the last of the three.
-    return edges[::2][len(edges) // 2 - tensor.ndim :]
-
-
 class ShardedParam:
     """A Muon parameter as a stack (N, R, C), and the block of it that each rank holds. All of it
     follows from shapes: no rank asks another."""
 
-    def __init__(self, param, name, group=0, column_blocks=1, replicas=None):
-        self.param, self.name = param, name
+    def __init__(self, param, number, group, column_blocks, replicas):
+        self.param = param
+        self.number = number  # among all Muon parameters of the optimizer
         self.group = group  # index of its group in the optimizer
         self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
         self.column_blocks = column_blocks  # orthogonalized one by one
 
-        # One process with all of it, unless a mesh or a group of replicas says otherwise.
+        # Plain replicas are laid out as a parameter that is replicated over all of a mesh.
         self.process_group, self.rank = None, 0
-        self.blocks = [block_of(param.shape, (), (), ())]  # by rank
-        self.copies = [()]  # by rank: the copy of the parameter that its block belongs to
         if isinstance(param, DTensor):
             self.read_mesh(param.device_mesh, param.placements)
         elif replicas is not None:
-            self.process_group, self.rank = replicas, dist.get_rank(replicas)
-            world = dist.get_world_size(replicas)
-            self.blocks = self.blocks * world
-            self.copies = [(rank,) for rank in range(world)]
-        self.block = self.blocks[self.rank]
-
-        self.holders = defaultdict(list)  # stack index -> ranks that hold some of it
-        for rank, (n0, n1, r0, r1, c0, c1) in enumerate(self.blocks):
-            if r0 < r1 and c0 < c1:
-                for n in range(n0, n1):
-                    self.holders[n].append(rank)
+            self.read_mesh(replicas, [Replicate()] * replicas.ndim)
+        else:
+            self.blocks = [block_of(param.shape, (), (), ())]  # by rank
+            self.copies = [()]  # by rank: the copy of the parameter that its block belongs to
 
     def read_mesh(self, mesh, placements):
         """Fill process_group, rank, blocks and copies of a parameter that lies on a mesh."""
@@ -217,12 +183,7 @@ class ShardedParam:
         # What torch has dealt must be what is calculated here.
         n0, n1, r0, r1, c0, c1 = self.blocks[self.rank]
         expected, held = (n1 - n0) * (r1 - r0) * (c1 - c0), to_local(self.param).numel()
-        assert held == expected, f"{self.name}: {held} numbers here, {placements} says {expected}"
-
-    def matrix(self, tensor, n):
-        """What this rank holds of matrix n of the stack, in a tensor shaped like the parameter:
-        (rows here, columns here)."""
-        return as_stack(to_local(tensor))[n - self.block[0]]
+        assert held == expected, f"{held} numbers of {self.shape} here, {placements}: {expected}"
 
 
 def mesh_group(mesh):
@@ -236,8 +197,6 @@ def mesh_group(mesh):
 class Unit:
     """Matrix n of a stack: what has an owner, and travels as a whole."""
 
-    __slots__ = ("sharded", "n", "owner", "shape", "cost")
-
     def __init__(self, sharded, n):
         self.sharded, self.n = sharded, n
         self.owner = 0  # the rank that orthogonalizes it
@@ -246,25 +205,24 @@ class Unit:
         width = self.shape[1] // sharded.column_blocks
         self.cost = math.prod(self.shape) * min(self.shape[0], width)
 
-    def piece(self, rank):
-        """The part of the matrix in a rank's block, as slices (rows, columns)."""
-        _, _, r0, r1, c0, c1 = self.sharded.blocks[rank]
-        return slice(r0, r1), slice(c0, c1)
-
-    def holders(self):
-        """Ranks that hold a piece of it"""
-        return self.sharded.holders[self.n]
+        # {rank that holds some of it: its piece, as slices (rows, columns)}
+        self.pieces = {}
+        for rank, (n0, n1, r0, r1, c0, c1) in enumerate(sharded.blocks):
+            if n0 <= n < n1 and r0 < r1 and c0 < c1:
+                self.pieces[rank] = slice(r0, r1), slice(c0, c1)
 
     def is_whole_on(self, rank):
-        return piece_size(self.piece(rank)) == math.prod(self.shape)
+        return rank in self.pieces and piece_size(self.pieces[rank]) == math.prod(self.shape)
 
     def travels(self):
         """Does any rank but the owner hold a piece of it?"""
-        return any(rank != self.owner for rank in self.holders())
+        return any(rank != self.owner for rank in self.pieces)
 
     def local(self, tensor):
-        """What this rank holds of it, in a tensor shaped like the parameter."""
-        return self.sharded.matrix(tensor, self.n)
+        """What this rank holds of it, in a tensor shaped like the parameter: (rows here, columns
+        here)."""
+        first = self.sharded.blocks[self.sharded.rank][0]
+        return as_stack(to_local(tensor))[self.n - first]
 
 
 def piece_size(piece):
@@ -278,7 +236,7 @@ def assign_owners(units):
     load = [0] * len(units[0].sharded.blocks)
     choices = {}
     for unit in units:
-        whole = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
+        whole = [rank for rank in unit.pieces if unit.is_whole_on(rank)]
         choices[unit] = whole or range(len(load))
 
     # Those that can go to few ranks come first. Among the others cheap ones come last, so that they
@@ -310,7 +268,7 @@ class MuonTask:
         # This rank orthogonalizes the units that it owns. Of some it also holds a piece itself, as
         # it does of units that others own.
         self.owned = [unit for unit in units if unit.owner == self.rank]
-        self.held = [unit for unit in units if self.rank in unit.holders()]
+        self.held = [unit for unit in units if self.rank in unit.pieces]
         self.own_pieces = [unit for unit in self.held if unit.owner == self.rank]
 
         # Sorted by rank, as all-to-all wants it. The sort is stable, so within a rank both ends
@@ -328,28 +286,33 @@ class MuonTask:
     def add_routes(self, unit):
         """Add the routes of one unit that begin or end on this rank."""
         owner, copies = unit.owner, unit.sharded.copies
-        for rank in unit.holders():
+        for rank, piece in unit.pieces.items():
             # The owner collects pieces from its own copy of the parameter and sends results to all
             # copies. That way the all-gather over copies costs no collective of its own.
             same_copy = copies[rank] == copies[owner]
 
             # A piece that stays on its rank needs no route, and two other ranks make their own.
             if rank != owner and rank == self.rank:
-                route = Route(owner, unit, unit.piece(rank))
+                route = Route(owner, unit, piece)
                 self.result_recvs.append(route)
                 if same_copy:
                     self.sends.append(route)
             elif rank != owner and owner == self.rank:
-                route = Route(rank, unit, unit.piece(rank))
+                route = Route(rank, unit, piece)
                 self.result_sends.append(route)
                 if same_copy:
                     self.recvs.append(route)
 
 
-def plan_tasks(sharded_params, itemsize, task_bytes, window):
+# Tasks in flight at once, and bytes of a task per rank: large, since each costs a GPU some launches;
+# on a CPU what its cache holds.
+WINDOW, TASK_BYTES = 3, {"cpu": 3 << 20, "cuda": 32 << 20}
+
+
+def plan_tasks(sharded_params, itemsize):
     """Cut all units into tasks. Units that travel: per process group about three tasks, so that
-    there is something to overlap, and more where a task would pass task_bytes per rank. Units that
-    stay: tasks of task_bytes, which fill the waiting time."""
+    there is something to overlap, and more where a task would pass TASK_BYTES per rank. Units that
+    stay: tasks of TASK_BYTES, which fill the waiting time."""
     by_group = defaultdict(list)
     for sharded in sharded_params:
         units = [Unit(sharded, n) for n in range(sharded.shape[0])]
@@ -365,20 +328,16 @@ def plan_tasks(sharded_params, itemsize, task_bytes, window):
         travelling = [unit for unit in units if unit.travels()]
         at_home = [u for u in units if not u.travels() and u.owner == sharded.rank]
 
-        # On a CPU a task fits the cache. On a GPU it is large, since each costs some launches.
-        size = task_bytes or (3 << 20 if sharded.param.device.type == "cpu" else 32 << 20)
-
-        # A task that travels is closed at a third of all bytes, but not below 4 KB.
         third = itemsize * sum(math.prod(unit.shape) for unit in travelling) // 3
-        bound = min(max(third, 1 << 12), size * len(sharded.blocks))
-        moving += cut_tasks(travelling, itemsize, bound)
+        size = TASK_BYTES[sharded.param.device.type]
+        moving += cut_tasks(travelling, itemsize, min(third, size * len(sharded.blocks)))
         staying += cut_tasks(at_home, itemsize, size)
 
     for number, task in enumerate(moving + staying, start=1):
         task.number = number
     # Tasks at home come right after the first that travel: they multiply while messages are under
     # way.
-    return moving[: window - 1] + staying + moving[window - 1 :]
+    return moving[: WINDOW - 1] + staying + moving[WINDOW - 1 :]
 
 
 def cut_tasks(units, itemsize, bound):
@@ -391,6 +350,35 @@ def cut_tasks(units, itemsize, bound):
             tasks.append(MuonTask(batch))
             batch, size = [], 0
     return tasks
+
+
+def measure_routes(routes, world):
+    """-> how many elements the piece of each route has, and how many go to or come from each
+    rank"""
+    sizes, by_rank = [], [0] * world
+    for rank, _, piece in routes:
+        sizes.append(piece_size(piece))
+        by_rank[rank] += sizes[-1]
+    return sizes, by_rank
+
+
+def copy_tensors(targets, sources):
+    if targets:
+        # one kernel for many small pieces, and the cast to the wire's dtype
+        torch._foreach_copy_(targets, sources)
+
+
+def allocate_matrices(units, dtype):
+    """Memory for whole units, those of equal shape in one stack: {(group, R, C): stack (K, R, C)}
+    and {unit: its matrix (R, C) in a stack}."""
+    same, stacks, matrices = defaultdict(list), {}, {}
+    for unit in units:
+        same[unit.sharded.group, *unit.shape].append(unit)
+    for key, units in same.items():
+        device = units[0].sharded.param.device
+        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)  # (K, R, C)
+        matrices.update(zip(units, stacks[key]))
+    return stacks, matrices
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -406,20 +394,14 @@ class Muon(torch.optim.Optimizer):
     blocks: heads of an output projection); for AdamW betas, eps. Parameters are plain tensors or
     DTensors with Shard and Replicate placements.
 
-    replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
+    replicas: a DeviceMesh whose ranks hold the same plain tensors and, in step(), the same
     gradients: each rank orthogonalizes some of the units for all. ns_dtype: dtype of the matrix
-    products, and of the wire; on a CPU without bf16 instructions fp32 is some 20 times faster.
-    newton_schulz: the iteration, see orthogonalize. round_weights: how weights in bf16 or fp16 are
-    written, see round_to_nearest. check_gradients: NaN and inf raise before
-    anything has changed. task_bytes, window: size of a task per rank, and how many are in flight.
+    products, and of the wire, bf16 or fp32; on a CPU without bf16 instructions fp32 is some 20
+    times faster. newton_schulz: the iteration, see orthogonalize.
 
     Set .events to [] to log (seconds, task, event); .traffic counts the collectives and bytes
     received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
     alone). State is fp32."""
-
-    # what copies of an optimizer take along, beside torch's part
-    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz", "round_weights"
-    COPIED += "check_gradients", "task_bytes", "window"
 
     def __init__(
         self,
@@ -434,20 +416,12 @@ class Muon(torch.optim.Optimizer):
         replicas=None,
         ns_dtype=torch.bfloat16,
         newton_schulz=newton_schulz,
-        round_weights=round_to_nearest,
-        check_gradients=True,
-        task_bytes=None,
-        window=3,
     ):
         self.names = {}  # parameter -> its name
-        # plans: {ids of the parameters that take part in a step: its tasks}
+        # plans: {numbers of the parameters that take part in a step: its tasks}
         self.sharded_params, self.plans = [], {}
         self.events, self.traffic = None, {}
-        self.replicas, self.ns_dtype = replicas, ns_dtype
-        self.newton_schulz, self.round_weights = newton_schulz, round_weights
-        self.check_gradients, self.task_bytes, self.window = check_gradients, task_bytes, window
-        # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
-        self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
+        self.replicas, self.ns_dtype, self.newton_schulz = replicas, ns_dtype, newton_schulz
 
         # Last, because torch calls add_param_group from here, which needs all of the above.
         defaults = dict(algorithm="muon", lr=lr, weight_decay=weight_decay)
@@ -472,22 +446,14 @@ class Muon(torch.optim.Optimizer):
         # Only what passed every check is kept: a group that is refused leaves no trace.
         super().add_param_group({**group, "params": list(added)})
         self.names = known
+        index, algorithm = len(self.param_groups) - 1, options["algorithm"]
         for p in added:
-            self.state[p] = make_state(p, options["algorithm"])
-        self.find_sharded_params()
-
-    def find_sharded_params(self):
-        """Find out who holds what of each Muon parameter. All of it follows from the groups. Plans
-        are made anew at the next step."""
-        self.sharded_params, self.plans = [], {}
-        for number, group in enumerate(self.param_groups):
-            if group["algorithm"] == "muon":
-                for p in group["params"]:
-                    blocks = group["column_blocks"]
-                    sharded = ShardedParam(p, self.names[p], number, blocks, self.replicas)
-                    self.sharded_params.append(sharded)
-                    # in the seed of its rounding
-                    sharded.order = len(self.sharded_params)
+            self.state[p] = make_state(p, algorithm)
+            if algorithm == "muon":
+                number, blocks = len(self.sharded_params) + 1, options["column_blocks"]
+                sharded = ShardedParam(p, number, index, blocks, self.replicas)
+                self.sharded_params.append(sharded)
+        self.plans = {}  # made anew at the next step
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -496,13 +462,13 @@ class Muon(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self.traffic = dict(collectives=0, bytes_received=0)
-        if self.check_gradients:
-            self.refuse_bad_gradients()
+        for p, name in self.names.items():
+            check_gradient(name, p)
 
         # AdamW is elementwise: each rank updates its shards alone.
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             if group["algorithm"] == "adamw":
-                self.adamw_step(group, number)
+                self.adamw_step(group)
 
         # Muon. Every rank must take part in the same tasks, so a sharded parameter without gradient
         # goes along, with gradient 0.
@@ -510,14 +476,11 @@ class Muon(torch.optim.Optimizer):
         for sharded in self.sharded_params:
             if sharded.param.grad is not None or isinstance(sharded.param, DTensor):
                 active.append(sharded)
-                if "step" in self.state[sharded.param]:
-                    self.state[sharded.param]["step"] += 1
 
         # The plan follows from shapes: it is made once for a set of parameters.
-        key = tuple(map(id, active))
+        key = tuple(sharded.number for sharded in active)
         if key not in self.plans:
-            itemsize = self.wire_dtype.itemsize
-            self.plans[key] = plan_tasks(active, itemsize, self.task_bytes, self.window)
+            self.plans[key] = plan_tasks(active, self.ns_dtype.itemsize)
         self.run_tasks(self.plans[key])
         return loss
 
@@ -527,7 +490,7 @@ class Muon(torch.optim.Optimizer):
         waiting, live = deque(self.run_task(task) for task in tasks), deque()
         while waiting or live:
             # Fill the window first, then go on with whichever has waited longest.
-            task = waiting.popleft() if waiting and len(live) < self.window else live.popleft()
+            task = waiting.popleft() if waiting and len(live) < WINDOW else live.popleft()
             if next(task, "done") != "done":
                 live.append(task)
 
@@ -540,12 +503,12 @@ class Muon(torch.optim.Optimizer):
         # Phase 2: orthogonalize whole matrices.
         # Pieces of units that other ranks own leave for their owners. Meanwhile the pieces of our
         # own units are copied into whole matrices.
-        stacks, matrices = allocate_matrices(task.owned, self.wire_dtype)
+        stacks, matrices = allocate_matrices(task.owned, self.ns_dtype)
         if task.gathers:
             pieces = [updates[unit] for _, unit, _ in task.sends]
             receive = self.start_all_to_all(task, task.sends, pieces, task.recvs)
             self.log(task, "send")
-        own_slots = [matrices[unit][unit.piece(task.rank)] for unit in task.own_pieces]
+        own_slots = [matrices[unit][unit.pieces[task.rank]] for unit in task.own_pieces]
         copy_tensors(own_slots, [updates[unit] for unit in task.own_pieces])
 
         # The missing pieces of our units arrive: now the matrices are whole.
@@ -560,7 +523,7 @@ class Muon(torch.optim.Optimizer):
             group = self.param_groups[number]
             blocks = stack.unflatten(2, (group["column_blocks"], -1)).transpose(1, 2)
             steps = group["ns_steps"]
-            orthogonalize(blocks, steps, self.ns_dtype, blocks, self.newton_schulz)
+            blocks.copy_(orthogonalize(blocks, steps, self.ns_dtype, self.newton_schulz))
         self.log(task, "multiplied")
 
         # The results leave for whoever holds a piece.
@@ -610,8 +573,8 @@ class Muon(torch.optim.Optimizer):
         # Sender and receiver compute the same sizes from their routes: no message about sizes.
         send_sizes, send_splits = measure_routes(sends, task.world)
         recv_sizes, recv_splits = measure_routes(recvs, task.world)
-        send_buffer = torch.empty(sum(send_sizes), dtype=self.wire_dtype, device=task.device)
-        recv_buffer = torch.empty(sum(recv_sizes), dtype=self.wire_dtype, device=task.device)
+        send_buffer = torch.empty(sum(send_sizes), dtype=self.ns_dtype, device=task.device)
+        recv_buffer = torch.empty(sum(recv_sizes), dtype=self.ns_dtype, device=task.device)
 
         # One flat buffer: the routes are sorted by rank, so each rank's pieces stand side by side.
         parts = zip(send_buffer.split(send_sizes), tensors)
@@ -647,20 +610,23 @@ class Muon(torch.optim.Optimizer):
             else:
                 # Decay and update in fp32, then one rounding.
                 exact = weight.float().mul_(decay).sub_(piece, alpha=length)
-                step = int(self.state[sharded.param]["step"])
-                start = [part.start for part in unit.piece(sharded.rank)]
-                self.round_weights(weight, exact, (step, sharded.order, unit.n), start)
+                self.write_weight(weight, exact, sharded.param, unit)
 
         # One call for all weights that move by the same factors.
         for (decay, length), (weights, updates) in by_rate.items():
             torch._foreach_mul_(weights, decay)
             torch._foreach_add_(weights, updates, alpha=-length)
 
+    def write_weight(self, weight, exact, param, unit=None):
+        """weight (bf16) <- exact (fp32): what lies here of a parameter, or of one of its units.
+        Rounded to the nearest, updates of less than 1/512 of a weight are lost."""
+        weight.copy_(exact)
+
     def log(self, task, event):
         if self.events is not None:
             self.events.append((time.perf_counter(), task.number, event))
 
-    def adamw_step(self, group, number):
+    def adamw_step(self, group):
         """AdamW (Loshchilov and Hutter) on what lies here, by torch's own function."""
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
@@ -686,109 +652,25 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-        # The copies go back into the weights. A parameter's place in its group is alike on every
-        # rank.
-        places = {p: place for place, p in enumerate(group["params"])}
+        # The copies go back into the weights.
         for p, updated in zip(params, exact):
             if p.dtype != updated.dtype:
-                seed = int(self.state[p]["step"]), number, places[p]
-                self.round_weights(to_local(p), updated, seed, block_start(p))
-
-    def refuse_bad_gradients(self):
-        """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step
-        leaves ranks waiting."""
-        # One list per process group, None for plain tensors. Ranks must agree on the list of a
-        # group, so it also has the sharded parameters without gradient.
-        by_group = defaultdict(list)
-        for p, name in self.names.items():
-            sharded = isinstance(p, DTensor)
-            if sharded and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
-                placed = f"gradient placed {p.grad.placements}, parameter {p.placements}"
-                raise ValueError(f"{name}: {placed}")
-            if p.grad is not None or sharded:
-                by_group[mesh_group(p.device_mesh) if sharded else None].append(p)
-
-        for process_group, params in by_group.items():
-            grads = [to_local(p if p.grad is None else p.grad) for p in params]
-            # A rank may hold nothing of a small matrix, and an empty tensor has no largest entry.
-            grads = [g if g.numel() else g.new_zeros(1) for g in grads]
-            # The largest entry: the sum of squares of large finite numbers would be infinite.
-            norms = torch._foreach_norm(grads, math.inf)
-            bad = torch.stack([~norm.isfinite() for norm in norms]).to(torch.uint8)
-
-            # A parameter is bad on all ranks if it is bad on one.
-            if process_group is not None:
-                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=process_group)
-                self.traffic["collectives"] += 1
-            if bad.any():
-                names = [self.names[p] for p, flag in zip(params, bad.tolist()) if flag]
-                raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
+                self.write_weight(to_local(p), updated, p)
 
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
         super().load_state_dict(state_dict)
         # Saved state is keyed by number, ours by parameter: the groups give the pairs.
-        numbers, params = [], []
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            numbers += saved["params"]
-            params += group["params"]
-        for n, p in zip(numbers, params):
-            if p.dtype != torch.float32:
-                for key, tensor in state_dict["state"].get(n, {}).items():
-                    self.state[p][key] = tensor.to(p.device, copy=True)
+            for number, p in zip(saved["params"], group["params"]):
+                if p.dtype != torch.float32:
+                    for key, tensor in state_dict["state"].get(number, {}).items():
+                        self.state[p][key] = tensor.to(p.device, copy=True)
 
     def __getstate__(self):
-        """What pickle takes along. Another process does not have our process group."""
-        if self.replicas is not None:
-            raise TypeError("a process group (replicas) cannot be pickled: save the state_dict()")
-        return self.copied_state()
-
-    def __deepcopy__(self, memo):
-        """A copy in this process uses the same process group."""
-        memo[id(self.replicas)] = self.replicas
-        memo[id(self)] = twin = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.copied_state(), memo))
-        return twin
-
-    def copied_state(self):
-        """torch's part and what COPIED lists: everything else follows from them."""
-        settings = {key: getattr(self, key) for key in self.COPIED}
-        return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
-
-    def __setstate__(self, state):
-        """torch's load_state_dict calls this too, with groups and state alone."""
-        super().__setstate__(state)
-        self.find_sharded_params()
-
-
-def measure_routes(routes, world):
-    """-> how many elements the piece of each route has, and how many go to or come from each
-    rank"""
-    sizes, by_rank = [], [0] * world
-    for rank, _, piece in routes:
-        sizes.append(piece_size(piece))
-        by_rank[rank] += sizes[-1]
-    return sizes, by_rank
-
-
-def copy_tensors(targets, sources):
-    if targets:
-        # one kernel for many small pieces, and the cast to the wire's dtype
-        torch._foreach_copy_(targets, sources)
-
-
-def allocate_matrices(units, dtype):
-    """Memory for whole units, those of equal shape in one stack: {(group, R, C): stack (K, R, C)}
-    and {unit: its matrix (R, C) in a stack}."""
-    same, stacks, matrices = defaultdict(list), {}, {}
-    for unit in units:
-        same[unit.sharded.group, *unit.shape].append(unit)
-    for key, units in same.items():
-        device = units[0].sharded.param.device
-        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)  # (K, R, C)
-        matrices.update(zip(units, stacks[key]))
-    return stacks, matrices
+        """What copies and pickle take along: all of it. torch's own part would not do."""
+        return self.__dict__
 
 
 def make_state(p, algorithm):
@@ -799,9 +681,7 @@ def make_state(p, algorithm):
     else:
         dtype = torch.promote_types(p.dtype, torch.float32)
         state = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-    # AdamW's bias correction counts steps, and so does the rounding of narrow weights.
-    if algorithm == "adamw" or p.dtype.itemsize < 4:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32)  # for the correction of the bias
     return state
 
 
@@ -828,6 +708,13 @@ def check_parameter(name, param, options):
             problem = f"{blocks} column blocks do not divide shape {shape}"
     if problem:
         raise ValueError(f"{name}: {problem}")
+
+
+def check_gradient(name, param):
+    """Raise ValueError if a gradient does not lie where its parameter lies."""
+    placements = getattr(param.grad, "placements", None)
+    if placements is not None and placements != param.placements:
+        raise ValueError(f"{name}: gradient placed {placements}, parameter {param.placements}")
 
 
 # ---------------------------------------------------------------- demo

@@ -76,7 +76,7 @@ from command import (
 from command.flags import describe_stage, flag, usage_error
 from fast import sampler as fast_sampler
 from fast import workers as fast_workers
-from fast.stochastic_rounding import stochastic_round
+from fast.stochastic_rounding import RoundingMuon
 from world.micro import CONSTANTS, WORDS
 from repositories.task_file import read_tasks
 
@@ -1321,12 +1321,13 @@ class Run:
             heads = self.model.config.heads
             groups.append(dict(params=outputs, column_blocks=heads, **muon))
 
-        optimizer = Muon(
+        # Weights in bf16 would lose small updates, unless they are rounded by chance.
+        kind = RoundingMuon if config.weight_dtype == "bfloat16" else Muon
+        optimizer = kind(
             groups,
-            replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
+            replicas=self.meshes.dense if self.replicas else None,
             ns_dtype=self.dtype,
-            newton_schulz=newton_schulz if self.config.plain else fast.choose(newton_schulz),
-            round_weights=stochastic_round,
+            newton_schulz=newton_schulz if config.plain else fast.choose(newton_schulz),
         )
         hsdp.keep_gradients_in_fp32(self.model)
         # The schedule multiplies these.

@@ -1,5 +1,5 @@
 """benchmarks/muon.py: one step of Muon beside torch.optim.Muon and beside a floor, and sharded
-beside gathering everything.
+beside one rank.
 
     python -m benchmarks.muon            67.2M parameters on one device, 22.4M on 1 to 8 forked
                                          ranks; minutes
@@ -11,10 +11,10 @@ torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert
 its own. Its length of an update is max(1, R/C)^0.5 and ours 0.2 max(R, C)^0.5, which costs the
 same.
 
-Sharded, each rank holds some rows of every unit, so that no unit is whole anywhere. What one writes
-first gathers every momentum whole on every rank (full_tensor) and orthogonalises all of it W times.
-Time there is CPU seconds of the busiest rank, gloo's threads included: the ranks share the cores of
-one machine, so the wall would say how many cores there are.
+Sharded, each rank holds some rows of every unit, so that no unit is whole anywhere. Whoever gathers
+every momentum whole on every rank multiplies as much on each as one rank does alone. Time there is
+CPU seconds of the busiest rank, gloo's threads included: the ranks share the cores of one machine,
+so the wall would say how many cores there are.
 """
 
 import math
@@ -25,14 +25,13 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import measure_seconds, print_table, read_quick
 from demos.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
-from fast.stochastic_rounding import stochastic_round
+from fast.stochastic_rounding import RoundingMuon
 from demos.muon_on_ranks import make_parameters
-from muon import Muon, as_stack, orthogonalize, step_scale
+from muon import Muon, as_stack
 
 CACHE_BYTES = 2 << 20  # of a CPU
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -109,13 +108,9 @@ def build_steps(shapes, products, weights, device):
     the dtype of the matrix products; weights: that of the parameters"""
     params = make_parameters(shapes, dtype=weights, device=device)
     rates = dict(lr=1e-3, weight_decay=0.1)
-    ours = Muon(
-        [dict(params=list(params.items()))],
-        ns_dtype=products,
-        newton_schulz=gram_newton_schulz,
-        round_weights=stochastic_round,
-        **rates,
-    )
+    kind = RoundingMuon if weights == torch.bfloat16 else Muon
+    options = dict(ns_dtype=products, newton_schulz=gram_newton_schulz)
+    ours = kind([dict(params=list(params.items()))], **options, **rates)
 
     # split_matrices copies, so each optimizer updates parameters of its own.
     theirs = torch.optim.Muon(split_matrices(params), **rates)
@@ -179,91 +174,39 @@ def bench_one_device(device, quick):
 # ---------------------------------------------------------------- sharded
 
 
-def redundant_step(params, optimizer):
-    """One step as one would write it first: every rank gathers every momentum whole and
-    orthogonalises all of it"""
-    for p in params.values():
-        # The momentum, on the rows that this rank holds.
-        momentum = optimizer.state[p]["momentum"]
-        gradient = p.grad.to_local()
-        momentum.to_local().lerp_(gradient, 0.05)
-
-        # The Nesterov momentum, gathered whole on every rank.
-        whole = DTensor.from_local(
-            torch.lerp(gradient, momentum.to_local(), 0.95),
-            momentum.device_mesh,
-            momentum.placements,
-            shape=momentum.shape,
-            stride=momentum.stride(),
-        ).full_tensor()
-
-        # Every rank orthogonalises all of it and keeps its own rows. src_data_rank=None: nothing is
-        # sent, because every rank has the whole tensor.
-        update = distribute_tensor(
-            orthogonalize(whole, iterate=gram_newton_schulz),
-            momentum.device_mesh,
-            momentum.placements,
-            src_data_rank=None,
-        )
-
-        # Weight decay (learning rate 1e-3 x 0.1), and the update.
-        length = 1e-3 * step_scale(*p.shape[-2:])
-        p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
-
-
-def measure_rank(rank, world, shapes, redundant):
+def measure_rank(rank, world, shapes):
     """-> CPU seconds of one rank's step (all threads, gloo's too), its collectives, and the bytes
     that it received"""
     params = make_parameters(shapes, DeviceMesh("cpu", torch.arange(world)))
-    optimizer = Muon(
-        [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
-    )
+    optimizer = Muon([dict(params=list(params.items()))], newton_schulz=gram_newton_schulz)
 
-    # All ranks begin a step together.
+    # All ranks begin a step together. The first two of five warm up.
     seconds = []
-    with torch.no_grad():
-        for _ in range(5):
-            dist.barrier()
-            start = time.process_time()
-            if redundant:
-                redundant_step(params, optimizer)
-            else:
-                optimizer.step()
-            seconds.append(time.process_time() - start)
-
-    # The optimizer counts its own traffic. For the redundant step it is computed: each full_tensor
-    # is one collective and brings what the other ranks hold, in fp32.
+    for _ in range(5):
+        dist.barrier()
+        start = time.process_time()
+        optimizer.step()
+        seconds.append(time.process_time() - start)
     traffic = optimizer.traffic
-    if redundant:
-        whole = sum(p.numel() for p in params.values()) * 4
-        held = sum(p.to_local().nbytes for p in params.values())
-        traffic = dict(collectives=len(params), bytes_received=whole - held)
-    # The first two of five steps warm up.
     return min(seconds[2:]), traffic["collectives"], traffic["bytes_received"]
 
 
-def measure_busiest(world, shapes, redundant):
-    """-> what measure_rank returns, each number the largest over the ranks: a step ends when the
-    busiest rank has ended"""
-    ranks = fork_ranks(world, measure_rank, shapes, redundant)
-    return [max(column) for column in zip(*ranks)]
-
-
 def bench_sharded(quick):
-    """The table of forked ranks: a row for each world size, ours beside the redundant step"""
+    """The table of forked ranks: a row for each world size"""
     shapes = layer_shapes(1, dim=96, hidden=128) if quick else layer_shapes(2)
     numbers = sum(math.prod(shape) for shape in shapes.values())
-    rows = []
+    rows, alone = [], None
     for world in (1, 2) if quick else (1, 2, 4, 8):
-        ours, collectives, received = measure_busiest(world, shapes, False)
-        other, _, other_received = measure_busiest(world, shapes, True)
-        cells = [f"{ours:.3f}", f"{received / 1e6:.1f}", str(collectives)]
-        other_cells = [f"{other:.3f}", f"{other_received / 1e6:.1f}"]
-        rows.append([str(world), *cells, *other_cells, f"{ours / other:.2f}"])
+        # The largest of each number over the ranks: a step ends when the busiest rank has ended.
+        ranks = fork_ranks(world, measure_rank, shapes)
+        seconds, collectives, received = [max(column) for column in zip(*ranks)]
+        alone = alone or seconds
+        cells = [f"{seconds:.3f}", f"{received / 1e6:.1f}", str(collectives)]
+        rows.append([str(world), *cells, f"{seconds / alone:.2f}"])
     print_table(
         f"sharded over forked gloo ranks, {numbers / 1e6:.1f}M parameters; the busiest rank, "
-        "best of 3; against full_tensor() and all units on every rank",
-        ["W", "CPU s", "MB received", "collectives", "CPU s of the other", "its MB", "ratio"],
+        "best of 3",
+        ["W", "CPU s", "MB received", "collectives", "x one rank"],
         rows,
     )
 

@@ -1,14 +1,15 @@
 """benchmarks/plan.py: what a training step of a model costs on a cluster, from shapes alone: memory
-per GPU, bytes on the wire, and the optimizer step, in three layouts beside each other.
+per GPU, bytes on the wire, and the optimizer step, in two layouts beside each other.
 
     python -m benchmarks.plan --model=kimi-k2.5 --gpus=512    a named model
     python -m benchmarks.plan --init_from=DIR --gpus=8        does a published checkpoint fit, and
                                                               on what layout?
 
-The three layouts cut the dense weights over a node or over all GPUs, and the experts likewise:
-hsdp.py says what that means. The first that fits is printed as a command. Every assumption is
-printed as the flag that changes it. Bytes on the wire agree within 2 percent with those counted on
-eight ranks, and the count of Newton-Schulz with one by hand (tests/test_plan.py).
+Both cut the experts over all GPUs. The dense weights are cut over a node, with a copy in every
+node, or over all GPUs: hsdp.py says what that means. The first that fits is printed as a command.
+Every assumption is printed as the flag that changes it. Bytes on the wire agree within 2 percent
+with those counted on eight ranks (tests/test_hsdp.py), and the count of Newton-Schulz with one by
+hand (tests/test_plan.py).
 
 Left out: overlap (the seconds of the wire are those of transfers one after the other), latency, and
 what activations take beyond an estimate. A plan says what cannot work; a run says what does.
@@ -89,31 +90,6 @@ class Hardware:
     net: float = 50  # GB/s per GPU between nodes
 
 
-@dataclass(frozen=True)
-class CopiedExperts(Layout):
-    """A layout for comparison that hsdp.py cannot run: there are copies of the experts too, and
-    each copy is cut over its own ranks. It shows what the wide expert mesh saves."""
-
-    expert_replicate: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.world % (self.expert_replicate * self.ep):
-            raise ValueError(
-                f"expert_replicate={self.expert_replicate} x ep={self.ep} does not divide the "
-                f"{self.world} ranks"
-            )
-
-    @property
-    def efsdp(self):
-        return self.world // (self.expert_replicate * self.ep)
-
-
-def copies_of_experts(layout):
-    """How many copies of the experts the cluster holds: 1 in every layout of hsdp.py"""
-    return getattr(layout, "expert_replicate", 1)
-
-
 # ---------------------------------------------------------------- bytes on the wire
 
 
@@ -140,7 +116,7 @@ def fsdp_traffic(what, shapes, layout, step):
     # Pieces of a weight, copies of it, and how many ranks the group of one copy spans.
     shard, copies, span = layout.shard, layout.dp_replicate, layout.shard
     if what == "experts":
-        shard, copies, span = layout.efsdp, copies_of_experts(layout), layout.efsdp * layout.ep
+        shard, copies, span = layout.efsdp, 1, layout.world
 
     # What one rank gathers in a step: the numbers, and the bytes of all their gathers.
     numbers = weights = 0
@@ -203,7 +179,7 @@ def muon_numbers(shapes, layout):
 
         # copies: k. cut: over how many ranks one unit is spread.
         if is_expert(name):
-            copies, cut = copies_of_experts(layout), layout.efsdp
+            copies, cut = 1, layout.efsdp
         else:
             # FSDP cuts the first dimension: heads stay whole, and only a plain matrix (R, C) is cut
             # through its rows.
@@ -265,12 +241,10 @@ def find_model(name, folder=""):
     return config, parameter_shapes(config)
 
 
-def three_layouts(gpus, cp, ep, node):
+def two_layouts(gpus, cp, ep, node):
     """-> {name: layout}. Narrow: every node holds a copy. Wide: one copy is cut over all GPUs."""
-    # A narrow copy of the experts takes a node, or `ep` ranks where those are more.
     nodes = max(gpus // node, 1)
     return {
-        "all narrow": CopiedExperts(gpus, cp, ep, nodes, max(gpus // max(node, ep), 1)),
         "dense narrow, experts wide": Layout(gpus, cp, ep, nodes),
         "all wide": Layout(gpus, cp, ep),
     }
@@ -321,10 +295,9 @@ def optimizer_cells(model, layout, step, hardware):
 
 def describe_layout(model, layout, step, hardware):
     """-> {line of the table: its text for one layout}"""
-    expert_mesh = copies_of_experts(layout), layout.efsdp, layout.ep
     return {
         "dense mesh (replicate, shard)": str((layout.dp_replicate, layout.shard)),
-        "expert mesh (replicate, efsdp, ep)": str(expert_mesh),
+        "expert mesh (efsdp, ep)": str((layout.efsdp, layout.ep)),
         **memory_cells(model, layout, step, hardware),
         **traffic_cells(model, layout, step, hardware),
         **optimizer_cells(model, layout, step, hardware),
@@ -338,12 +311,12 @@ def layout_rows(model, layouts, step, hardware):
 
 
 def find_fitting(model, layouts, step, hardware):
-    """-> (layout, recompute) of the first layout that train.py can run and that fits into memory,
-    or None. Recomputing costs a third of the time, so all layouts are tried without it first."""
+    """-> (layout, recompute) of the first layout that fits into memory, or None. Recomputing costs
+    a third of the time, so all layouts are tried without it first."""
     for recompute in (False, True):
         for layout in layouts:
             size = sum(memory(*model, layout, step, recompute).values())
-            if copies_of_experts(layout) == 1 and size <= 1e9 * hardware.memory:
+            if size <= 1e9 * hardware.memory:
                 return layout, recompute
     return None
 
@@ -372,7 +345,7 @@ def training_command(name, folder, gpus, step, hardware, layout, recompute):
 
 
 def print_plan(name, folder, gpus, cp, ep, step, hardware):
-    """Prints what one model costs per GPU in three layouts, and the command of the first that fits.
+    """Prints what one model costs per GPU in two layouts, and the command of the first that fits.
     Where cp and ep are None they become 2 and 8. For a published folder they become 1 and the
     greatest common divisor of experts, GPUs and the GPUs of a node."""
     # gcd(.., 1) = 1: a model without experts has no expert parallelism.
@@ -384,7 +357,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
         ep = math.gcd(gpus, experts, hardware.node) if folder else 8
 
     # A layout that cannot cut the experts raises a ValueError here, which main prints.
-    layouts = three_layouts(gpus, cp, ep, hardware.node)
+    layouts = two_layouts(gpus, cp, ep, hardware.node)
     for layout in layouts.values():
         layout.check_expert_shapes(shapes)
 
@@ -406,7 +379,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
         print("fits: " + training_command(name, folder, gpus, step, hardware, *fitting))
     else:
         print(
-            f"fits in none of these layouts on {gpus} GPUs of {hardware.memory:g} GB: more GPUs, "
+            f"fits in neither layout on {gpus} GPUs of {hardware.memory:g} GB: more GPUs, "
             "or fewer --tokens at a time"
         )
 

@@ -51,11 +51,6 @@ usage_error = functools.partial(command_flags.usage_error, program="experiments"
 OWN_FLAGS = {"--seed", "--stage", "--start_from", "--resume", "--export"}
 
 
-def no_more_numbers(folder, policies):
-    """The default of Experiment.more"""
-    return {}
-
-
 @dataclass(frozen=True)
 class Arm:
     """One arm of an experiment; one without flags and patch is the default run itself."""
@@ -88,10 +83,9 @@ class Experiment:
     # What an arm runs. Its flags and its patch belong to the first of these, and to eval after rl.
     stages: tuple = ("rl", "eval")
     by_level: tuple = ()  # what the figure shows by level of the held-out tasks
-    policies: tuple = ("after RL",)  # of which evaluation's policies the numbers are
     # Called with the folder of a run and the policies of its evaluation -> {name: number}, more
     # numbers of the run's end
-    more: Callable = no_more_numbers
+    more: Callable = lambda folder, policies: {}
     by_seed: tuple = ()  # numbers of the end that are printed run by run, too
 
 

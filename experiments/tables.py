@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from benchmarks.harness import align_columns
 from command import drawing, learning_curves, step_log
 from command.policy_report import format_number
 
@@ -21,13 +22,10 @@ HABITS = ("bad_tool", "communication", "code_style")
 
 
 def read_results(experiment, runs):
-    """runs: {arm: the folders of its runs, one for each seed} -> {arm: [outcome of each seed]}.
-    Where an experiment of one arm asks for several policies, each policy stands as an arm."""
+    """runs: {arm: the folders of its runs, one for each seed} -> {arm: [outcome of each seed]}"""
     results = {}
     for arm, folders in runs.items():
-        for policy in experiment.policies:
-            name = arm if len(experiment.policies) == 1 else policy
-            results[name] = [read_outcome(folder, experiment, policy) for folder in folders]
+        results[arm] = [read_outcome(folder, experiment) for folder in folders]
     return results
 
 
@@ -38,22 +36,19 @@ def curve_by_step(lines, name):
     return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
 
 
-def read_outcome(folder, experiment, policy="after RL"):
+def read_outcome(folder, experiment):
     """What one run says -> its curves by step, its numbers at the end and, where the experiment
     asks for them, numbers by level"""
-    # An arm that is pretraining alone has the step log of that stage, and no evaluation.
-    if len(experiment.stages) == 1:
-        lines = step_log.read_step_log(folder, experiment.stages[0])
-        curves = {name: curve_by_step(lines, name) for name in experiment.curves}
-        return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
-
-    # All others: the step log of RL.
-    lines = step_log.read_step_log(folder, "rl")
+    # The step log is that of RL. An arm that is pretraining alone has no other, and no evaluation.
+    alone = len(experiment.stages) == 1
+    lines = step_log.read_step_log(folder, experiment.stages[0] if alone else "rl")
     curves = {name: curve_by_step(lines, name) for name in experiment.curves}
+    if alone:
+        return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
 
     # The evaluation on held-out tasks.
     policies = json.loads((folder / "summary.json").read_text())["policies"]
-    before, after = policies.get("before RL"), policies[policy]
+    before, after = policies.get("before RL"), policies["after RL"]
     overall, levels = after["overall"], list(after["levels"].values())
     end = {
         "solved": overall["solved"],
@@ -146,7 +141,7 @@ def compare(question, results):
     what = f"mean, and sample standard deviation over {seeds} seeds"
     if seeds == 1:
         what = "one seed: the spread is not known"
-    lines = [f"{question}  ({what})", *align(rows)]
+    lines = [f"{question}  ({what})", *align_columns(rows)]
 
     # What is solved, less the first arm: runs of one seed differ by the arm alone.
     first = next(iter(results))
@@ -165,30 +160,16 @@ def list_runs(results, seeds, columns):
         for arm, runs in results.items():
             cells = [format_number(runs[i]["end"][column], "{:.3f}") for column in columns]
             rows.append([str(seed), arm, *cells])
-    return "\n".join(align(rows))
-
-
-def align(rows):
-    """Rows of texts -> lines. The first column is aligned to the left, the others to the right."""
-    widths = [max(len(text) for text in column) + 2 for column in zip(*rows)]
-    lines = []
-    for name, *cells in rows:
-        line = name.ljust(widths[0])
-        for cell, width in zip(cells, widths[1:]):
-            line += cell.rjust(width)
-        lines.append(line)
-    return lines
+    return "\n".join(align_columns(rows))
 
 
 def draw_curves(experiment, results, path):
     """Mean over the seeds with the range between them: by step, each a running mean, and for some
-    by the level of held-out tasks. Where the loss after SFT of every run is known, the last panel
-    sets what is solved in the end against it (the reward depends on the curriculum's level)."""
+    by the level of held-out tasks"""
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
-    points = solved_against_loss(results)
-    panels = len(curves) + len(levels) + bool(points)
+    panels = len(curves) + len(levels)
     figure, ax = drawing.make_axes(experiment.question, "step", "", panels)
     axes = list(np.atleast_1d(ax))
 
@@ -213,12 +194,6 @@ def draw_curves(experiment, results, path):
     # One legend: the colours are the same in all panels.
     panel.legend(fontsize=8)
 
-    # A point for each run, where the loss after SFT is known.
-    for arm, (losses, solved) in points.items():
-        axes[-1].plot(losses, solved, "o", label=arm)
-    if points:
-        axes[-1].set(xlabel="loss after SFT, nats per token", ylabel="solved, held out, after RL")
-        axes[-1].locator_params(axis="x", nbins=5)
     figure.savefig(path, dpi=120)
 
 
@@ -227,16 +202,3 @@ def draw_mean_and_range(panel, arm, rows, first_x):
     x = range(first_x, first_x + rows.shape[1])
     line = panel.plot(x, rows.mean(0), label=arm)[0]
     panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
-
-
-def solved_against_loss(results):
-    """-> {arm: (losses after SFT, shares solved)}, lists with one number for each seed. Empty if
-    any run lacks one of the two"""
-    points = {}
-    for arm, runs in results.items():
-        losses = [run["end"].get("loss after SFT", math.nan) for run in runs]
-        solved = [run["end"].get("solved", math.nan) for run in runs]
-        if not np.isfinite(losses + solved).all():
-            return {}
-        points[arm] = losses, solved
-    return points

@@ -10,9 +10,9 @@ of the polynomials, and to multiply X by it at the end. For a matrix of m rows a
 that is 34 m^3 + 4 m^2 n multiply-adds instead of 10 m^3 + 20 m^2 n: they cross at n = 1.5 m.
 
 That loses small singular values, which A holds squared, and bf16 would lose too many: so the Gram
-form is for fp32 (and fp16 on a GPU) only, and starts again from X now and then. In bf16 the plain
-iteration runs, with two things that save time: intermediate matrices use the same memory again
-(fresh memory costs a CPU 15 % of the products), and a X is added inside the product.
+form is for fp32 only, and starts again from X now and then. In bf16 the plain iteration runs, with
+two things that save time: intermediate matrices use the same memory again (fresh memory costs a CPU
+15 % of the products), and a X is added inside the product.
 
 train.py takes it while the plain form reads as it did (fast/twins.py); by hand,
 Muon(newton_schulz=gram_newton_schulz) or orthogonalize(..., iterate=gram_newton_schulz) take it.
@@ -49,10 +49,9 @@ def gram_newton_schulz(X, steps=5):
     N, R, C = X.shape
     m, n, tall = min(R, C), max(R, C), R > C
 
-    # The Gram form pays for matrices that are far from square, and in dtypes that hold the squares
-    # of small singular values.
-    narrow = X.dtype == torch.float16 and X.is_cuda
-    gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or narrow)
+    # The Gram form pays for matrices that are far from square, and in the dtype that holds the
+    # squares of small singular values.
+    gram = n > GRAM_ASPECT * m and X.dtype == torch.float32
 
     # A is the Gram matrix, Q the polynomial of one step, P the product of the polynomials that X
     # has not been multiplied by yet: (N, m, m) each. X alternates between two buffers, since a

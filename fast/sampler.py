@@ -11,8 +11,7 @@ laptop's model in bf16, one core, a busy machine (four runs of benchmarks/decode
 tools take a tenth of a second now and then). Three ideas make it fast:
 
 - continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
-  run in threads while other rows decode (`python -m benchmarks.decode` measures the factor against
-  static batching);
+  run in threads while other rows decode;
 - shared prefixes: the rollouts of a group start from the same prompt, which is fed once. Chunks of
   like length are fed together;
 - speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file

@@ -1,9 +1,9 @@
-"""fast/stochastic_rounding.py: weights in bf16 that keep small updates.
+"""fast/stochastic_rounding.py: Muon for weights in bf16, so that they keep small updates.
 
 bf16 has 8 bits for the digits: an update of less than 1/512 of its weight is lost if the sum is
 rounded to the nearest, every time. Rounded up or down by chance, the sum is right in the mean.
 
-Muon(round_weights=stochastic_round) takes it. Two ranks that hold a copy of the same weights must
+RoundingMuon is muon.Muon with this one change. Two ranks that hold a copy of the same weights must
 round alike, and a weight must not notice how its matrix is cut. So the noise is no stream of random
 numbers but a hash of the step, the parameter and the place of the weight in the whole.
 
@@ -12,6 +12,54 @@ It is no twin: with --weight_dtype=bfloat16 it is the recipe. Left out: fp8 weig
 """
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from muon import Muon, block_of
+
+
+class RoundingMuon(Muon):
+    """Muon whose bf16 weights are rounded by chance. Its state also counts the steps of every such
+    weight, since the noise must differ from step to step, and go on as it was after a resume."""
+
+    def __init__(self, *args, **options):
+        self.places = {}  # parameter -> (index of its group, place in the group)
+        super().__init__(*args, **options)
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        for place, param in enumerate(self.param_groups[-1]["params"]):
+            self.places[param] = len(self.param_groups) - 1, place
+            # AdamW counts its steps anyway.
+            if param.dtype.itemsize < 4:
+                self.state[param].setdefault("step", torch.zeros(()))
+
+    def run_tasks(self, tasks):
+        """Called once in every step"""
+        for state in self.state.values():
+            if "momentum" in state and "step" in state:
+                state["step"] += 1
+        super().run_tasks(tasks)
+
+    def write_weight(self, weight, exact, param, unit=None):
+        # Both numbers are alike on every rank.
+        step = int(self.state[param]["step"])
+        if unit is None:
+            seed = step, *self.places[param]
+            start = block_start(param)
+        else:
+            seed = step, unit.sharded.number, unit.n
+            start = [part.start for part in unit.pieces[unit.sharded.rank]]
+        stochastic_round(weight, exact, seed, start)
+
+
+def block_start(tensor):
+    """Where the block that this rank holds begins in the whole tensor: a number per dimension"""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    mesh = tensor.device_mesh
+    edges = block_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+    # Every second edge is a start. The tensor's own dimensions are the last of the three.
+    return edges[::2][len(edges) // 2 - tensor.ndim :]
 
 
 def stochastic_round(weight, exact, seed, start=None):

@@ -4,6 +4,7 @@ differences and bytes."""
 import errno
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
@@ -27,10 +28,10 @@ from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, update_router_bias, mtp_loss
 from muon import Muon
 
-# (cp, ep, dp_replicate): all 16 fit 8 ranks
-TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
-# Eight copies of the dense weights, none of them cut; and context parallelism over all eight ranks.
-MORE = [Layout(8, 1, 1, 8), Layout(8, 8, 4, 1)]
+# (cp, ep, dp_replicate) on 8 ranks: every two of the three meet in all of their sizes. Then eight
+# copies of the dense weights, none of them cut; and context parallelism over all eight ranks.
+SIZES = [(1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (2, 4, 2), (1, 8, 2), (2, 8, 1)]
+LAYOUTS = [Layout(8, *sizes) for sizes in [*SIZES, (1, 1, 8), (8, 4, 1)]]
 # On a busy machine 8 ranks may keep each other waiting for longer than 25 seconds.
 make_meshes = partial(hsdp.make_meshes, seconds=200)
 CONFIG = ModelConfig(
@@ -147,9 +148,9 @@ def eight(rank, world, one, folder):
     """Runs every check on one of 8 ranks. one: the results of one process, the oracle. -> {check:
     differences from it, or what the check reports}"""
     found = {}
-    for layout in [Layout(8, *sizes) for sizes in TABLE] + MORE:
+    for layout in LAYOUTS:
         found[layout] = compare(train(make_meshes(**vars(layout))), one)
-    for check in (refusals, bf16_wire, evaluation_between_steps, counted_bytes):
+    for check in (refusals, nan_on_one_rank, bf16_wire, evaluation_between_steps, counted_bytes):
         found[check.__name__] = check(world)
     starved = zip(starved_gradients(make_meshes(8, 1, 4)), one[3], strict=True)
     found["starved"] = max(float((mine - alone).abs().max()) for mine, alone in starved)
@@ -180,6 +181,18 @@ def refusals(world):
         messages.append(str(refusal.value))
     assert float(hsdp.all_reduce_sum(1.0)) == world
     return messages
+
+
+def nan_on_one_rank(world):
+    """What the last rank's NaN is called on each rank"""
+    meshes = make_meshes(world)
+    model = parallelize(build(), meshes)
+    forward_backward(model, meshes, 0)
+    if meshes.rank == world - 1:
+        model.layers[0].attn.wo.grad.to_local().fill_(math.nan)
+    with pytest.raises(ValueError) as refusal:
+        hsdp.clip_grad_norm(model)
+    return str(refusal.value).partition(": ")[2]
 
 
 def starved_gradients(meshes):
@@ -315,7 +328,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What rank 0 of the 8 ranks reports, and the refusals of all ranks"""
+    """What rank 0 of the 8 ranks reports, and what all of them refuse"""
     answers = run_ranks(
         8,
         eight,
@@ -324,26 +337,16 @@ def found(folder):
         timeout=500,
         collective_timeout=200,
     )
-    return {**answers[0], "refusals": [a["refusals"] for a in answers]}
+    of_all = {name: [a[name] for a in answers] for name in ("refusals", "nan_on_one_rank")}
+    return {**answers[0], **of_all}
 
 
 # ---------------------------------------------------------------- equality with one process
 
 
-@pytest.mark.parametrize("sizes", TABLE, ids=lambda s: "cp{}-ep{}-copies{}".format(*s))
-def test_eight_ranks_equal_one_process_after_two_muon_steps(found, sizes):
-    losses, gradients, weights, biases = found[Layout(8, *sizes)]
-    assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
-
-
-def test_activations_computed_again_change_nothing(found):
-    losses, gradients, weights, biases = found["recomputed"]
-    assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
-
-
-@pytest.mark.parametrize("layout", MORE, ids=str)
-def test_pure_copies_and_long_rings_equal_one_process_too(found, layout):
-    losses, gradients, weights, biases = found[layout]
+@pytest.mark.parametrize("what", [*LAYOUTS, "recomputed"], ids=str)
+def test_eight_ranks_equal_one_process_after_two_muon_steps(found, what):
+    losses, gradients, weights, biases = found[what]
     assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
 
 
@@ -384,6 +387,23 @@ def test_the_gradient_norm_is_torchs_on_one_process():
     torch.testing.assert_close(hsdp.clip_grad_norm(mine, 0.1), norm)
     for a, b in zip(mine.parameters(), theirs.parameters()):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
+    model = torch.nn.ModuleDict({"good": torch.nn.Linear(2, 2), "bad": torch.nn.Linear(2, 2)})
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e30)
+    # large is not infinite
+    assert hsdp.clip_grad_norm(model) == pytest.approx(1e30 * 12**0.5)
+    model["bad"].weight.grad[1, 0] = value
+    with pytest.raises(ValueError, match=r"NaN or infinite: bad\.weight$"):
+        hsdp.clip_grad_norm(model, 1.0)
+    assert torch.equal(model["good"].bias.grad, torch.full((2,), 1e30))
+
+
+def test_a_nan_is_refused_on_the_ranks_whose_own_shard_is_fine_too(found):
+    assert found["nan_on_one_rank"] == 7 * ["on another rank"] + ["layers.0.attn.wo"]
 
 
 def test_zigzag_deals_every_position_once_and_every_rank_the_same_number_of_keys():

@@ -362,11 +362,11 @@ def check_pins(found, pins):
 
 # The output projections are a group of their own, orthogonalized per head: 34 of Muon's kernels.
 MUON_STEP = {
-    "clip": (14, {}),
-    "optimizer": (392, {"read a number": 1}),
+    "clip": (16, {"read a number": 1}),
+    "optimizer": (184, {}),
     "balance": (14, {"read a number": 1}),
 }
-ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
+ADAMW_STEP = MUON_STEP | {"optimizer": (7, {})}
 # Selecting the positions that are trained on waits: their number depends on the data.
 SELECTED = {"boolean index": 2}
 # In sampling: the wide network lays its result out by token (1 kernel per layer).

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from commands import run_command
@@ -20,14 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from conftest import run_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
-from fast.stochastic_rounding import noise_of_places, stochastic_round
-from muon import (
-    COEFFICIENTS,
-    Muon,
-    newton_schulz,
-    orthogonalize,
-    step_scale,
-)
+from fast.stochastic_rounding import RoundingMuon
+from muon import COEFFICIENTS, Muon, newton_schulz, orthogonalize, step_scale
 
 torch.set_num_threads(1)
 SHAPES = {
@@ -48,39 +41,32 @@ def tensors(seed, shapes=SHAPES):
 def train(place, steps=3, dtype=torch.float32, **options):
     """Three Muon steps; place(name, tensor) puts a full tensor where it belongs. Returns full
     parameters and the optimizer."""
-    params = {name: torch.nn.Parameter(place(name, value)) for name, value in tensors(0).items()}
-    rest = {
-        name: torch.nn.Parameter(place(name, value))
-        for name, value in tensors(1, {"gain": (7,), "embed": (11, 5)}).items()
+    shapes = {**SHAPES, "gain": (7,), "embed": (11, 5)}
+    params = {
+        name: torch.nn.Parameter(place(name, value)) for name, value in tensors(0, shapes).items()
     }
-    columns = {"output"}
-    optimizer = Muon(
+
+    def pick(*names):
+        return [(name, params[name]) for name in names]
+
+    apart = "output", "gain", "embed"
+    rest = pick(*(name for name in shapes if name not in apart))
+    optimizer = RoundingMuon(
         [
-            dict(
-                params=[(n, p) for n, p in params.items() if n not in columns],
-                lr=0.02,
-                weight_decay=0.1,
-            ),
-            dict(
-                params=[(n, p) for n, p in params.items() if n in columns],
-                lr=0.03,
-                column_blocks=6,
-            ),
-            dict(params=list(rest.items()), algorithm="adamw", lr=0.01),
+            dict(params=rest, lr=0.02, weight_decay=0.1),
+            dict(params=pick("output"), lr=0.03, column_blocks=6),
+            dict(params=pick("gain", "embed"), algorithm="adamw", lr=0.01),
         ],
         ns_dtype=dtype,
-        round_weights=stochastic_round,
         **options,
     )
-    everything = {**params, **rest}
     for step in range(steps):
-        for name, grad in tensors(10 + step, {n: p.shape for n, p in everything.items()}).items():
-            everything[name].grad = place(name, grad)
+        for name, grad in tensors(10 + step, shapes).items():
+            params[name].grad = place(name, grad)
         optimizer.step()
-    whole = {
-        n: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach())
-        for n, p in everything.items()
-    }
+    whole = {}
+    for name, p in params.items():
+        whole[name] = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
     return whole, optimizer
 
 
@@ -117,24 +103,34 @@ LAYOUTS = {  # name -> mesh shape and placements by parameter
 }
 
 
-def one_layout(rank, world, name, dtype, options):
+def one_layout(rank, world, name):
+    """-> {dtype of the weights: (whole weights, traffic)}"""
     shape, placements = LAYOUTS[name]
-    mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
-    whole, optimizer = train(
-        lambda n, t: distribute_tensor(t, mesh, placements.get(n, placements[None])),
-        dtype=dtype,
-        **options,
-    )
-    return whole, optimizer.traffic
+    mesh, found = DeviceMesh("cpu", torch.arange(world).view(shape)), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        place = lambda n, t: distribute_tensor(
+            t.to(dtype), mesh, placements.get(n, placements[None])
+        )
+        whole, optimizer = train(place)
+        found[dtype] = whole, optimizer.traffic
+    return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_steps_equal_one_process_exactly(name):
-    reference, _ = train(lambda n, t: t.clone())
-    for whole, _ in run_ranks(math.prod(LAYOUTS[name][0]), one_layout, name, torch.float32, {}):
-        assert {
-            n: (whole[n] - p).abs().max().item() for n, p in reference.items()
-        } == dict.fromkeys(reference, 0.0)
+    """bf16 weights are rounded as on one process, too, and replicas alike."""
+    ranks = run_ranks(math.prod(LAYOUTS[name][0]), one_layout, name)
+    for dtype in (torch.float32, torch.bfloat16):
+        alone, _ = train(lambda n, t: t.to(dtype))
+        for found in ranks:
+            whole, _ = found[dtype]
+            assert [n for n, p in alone.items() if not torch.equal(whole[n], p)] == []
+    if name == "replicas":
+        # Nothing is padded. 4 bytes per number. Of each unit the owner receives, once, the part
+        # that it lacks. Each of the four ranks receives the result for its half (together twice a
+        # unit), except the owner's part.
+        received = sum(found[torch.float32][1]["bytes_received"] for found in ranks)
+        assert received < 4 * (1 + 2) * sum(math.prod(shape) for shape in SHAPES.values())
 
 
 # ---------------------------------------------------------------- orthogonalize
@@ -162,9 +158,8 @@ def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(shape, dtype):
     G = G + 3 * G.mean(dim=(-2, -1), keepdim=True)
     O, P = orthogonalize(G, dtype=dtype), polar(G)
     assert O.shape == G.shape and O.dtype == G.dtype
-    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > 0.97 - (
-        0.04 if 32 in shape else 0
-    )
+    cosine = (O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))
+    assert cosine.min() > (0.93 if 32 in shape else 0.97)
     assert torch.linalg.svdvals(O.double()).max() < 1.25
 
 
@@ -176,15 +171,8 @@ def test_both_forms_equal_the_iteration_in_float64(iterate, spectrum, steps, tal
     G = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     U, S, V = torch.linalg.svd(G, full_matrices=False)
     k = torch.arange(1, 25)
-    G = (
-        U
-        @ torch.diag_embed(
-            {"gauss": S, "1/k": (1 / k).expand(2, -1), "rank 4": (k <= 4).expand(2, -1)}[
-                spectrum
-            ].double()
-        )
-        @ V
-    )
+    spectra = {"gauss": S, "1/k": (1 / k).expand(2, -1), "rank 4": (k <= 4).expand(2, -1)}
+    G = U @ torch.diag_embed(spectra[spectrum].double()) @ V
     G = G.mT if tall else G
     # Ten steps multiply the rounding error of a zero singular value by 3.4 ** 10.
     if spectrum != "rank 4" or steps < 10:
@@ -203,17 +191,6 @@ def test_a_matrix_does_not_notice_what_it_is_batched_with():
                 orthogonalize(G, dtype=dtype),
                 torch.stack([orthogonalize(g, dtype=dtype) for g in G]),
             )
-
-
-def test_zero_empty_and_tiny_gradients_stay_finite():
-    assert torch.equal(orthogonalize(torch.zeros(2, 4, 8)), torch.zeros(2, 4, 8))
-    assert orthogonalize(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
-    G = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
-    assert torch.allclose(
-        orthogonalize(G * 1e-8, dtype=torch.float32),
-        orthogonalize(G, dtype=torch.float32),
-        atol=1e-5,
-    )
 
 
 def test_the_half_precision_path_divides_before_it_casts():
@@ -308,98 +285,18 @@ def test_the_adamw_groups_equal_torch_optim_adamw_bit_for_bit(options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
-    def fresh():
-        params = {n: torch.nn.Parameter(t.to(dtype)) for n, t in tensors(0).items()}
-        return params, Muon(
-            [
-                dict(params=[(n, p) for n, p in params.items() if n != "small"], lr=0.05),
-                dict(params=[("small", params["small"])], algorithm="adamw"),
-            ],
-            round_weights=stochastic_round,
-        )
-
-    def steps(params, optimizer, which):
-        for step in which:
-            for name, grad in tensors(10 + step).items():
-                params[name].grad = grad.to(dtype)
-            optimizer.step()
-
-    straight, optimizer = fresh()
-    steps(straight, optimizer, range(6))
-    first, optimizer = fresh()
-    steps(first, optimizer, range(3))
+    straight, optimizer = small_optimizer(dtype)
+    steps_of(straight, optimizer, range(6))
+    first, optimizer = small_optimizer(dtype)
+    steps_of(first, optimizer, range(3))
     torch.save((first, optimizer.state_dict()), tmp_path / "half")
     weights, state = torch.load(tmp_path / "half", weights_only=True)
-    second, optimizer = fresh()
+    second, optimizer = small_optimizer(dtype)
     with torch.no_grad():
         [p.copy_(weights[n]) for n, p in second.items()]
     optimizer.load_state_dict(state)
-    steps(second, optimizer, range(3, 6))
+    steps_of(second, optimizer, range(3, 6))
     assert all(torch.equal(straight[n], second[n]) for n in straight)
-
-
-def test_a_state_dict_of_an_earlier_version_loads():
-    p = torch.nn.Parameter(torch.zeros(4, 6))
-    p.grad = torch.ones(4, 6)
-    optimizer = Muon([dict(params=[("w", p)])])
-    optimizer.step()
-    momentum = optimizer.state[p]["momentum"].clone()
-    earlier = copy.deepcopy(optimizer.state_dict())
-    earlier["param_groups"][0] |= {"scale": "rms", "coefficients": "quintic"}
-
-    optimizer.state[p]["momentum"].zero_()
-    optimizer.load_state_dict(earlier)
-    assert torch.equal(optimizer.state[p]["momentum"], momentum)
-    optimizer.step()
-
-
-def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_mean():
-    exact = torch.cat(
-        (
-            torch.randn(300, generator=torch.Generator().manual_seed(0)),
-            torch.tensor([1.0, -0.5, 0.0, 1e-30, -1e-30]),
-        )
-    )
-    nearest = exact.bfloat16()
-    ulp = (nearest.view(torch.int16) + 1).view(torch.bfloat16).float().sub(nearest.float()).abs()
-    draws = torch.empty(4000, len(exact), dtype=torch.bfloat16)
-    for seed, weight in enumerate(draws):
-        stochastic_round(weight, exact, (seed, 7))
-    error = draws.float() - exact
-    # 5 standard errors: 5 * .5 / sqrt(4000)
-    assert (error.abs() < ulp).all() and (error.mean(0).abs() <= 0.04 * ulp).all()
-    assert not error[:, -5:-2].any() and (draws[:, :300].float().std(0) > 0).sum() > 290
-    again = torch.empty_like(nearest)
-    stochastic_round(again, exact, (3, 7))
-    assert torch.equal(again, draws[3]) and not torch.equal(again, draws[4])
-
-
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
-    """Each moves a weight by 1/30 of the distance to its neighbour: rounded to the nearest, none
-    would ever arrive."""
-    start, grad, ends = torch.full((64, 64), 1.0), tensors(3, {"g": (64, 64)})["g"], {}
-    for dtype in (torch.float32, torch.bfloat16):
-        p = torch.nn.Parameter(start.to(dtype, copy=True))
-        optimizer = Muon(
-            [dict(params=[p], algorithm=algorithm)],
-            lr=1.6e-4 if algorithm == "muon" else 2.6e-4,
-            weight_decay=0.5,
-            round_weights=stochastic_round,
-        )
-        for _ in range(100):
-            p.grad = grad.to(dtype)
-            optimizer.step()
-        ends[dtype] = p.detach().float() - start
-    moved, difference = ends[torch.float32], ends[torch.bfloat16] - ends[torch.float32]
-    assert moved.abs().mean() > 2**-8 and torch.equal(
-        (start + moved / 100).bfloat16(), start.bfloat16()
-    )
-    # A bias of the rounding would show in the mean, that of the decay too, which has one sign.
-    assert difference.mean().abs() < 0.02 * moved.abs().mean()
-    assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(
-        1, abs=0.02
-    )
 
 
 def test_adamw_moves_fp16_weights_too():
@@ -445,16 +342,6 @@ def test_bad_groups_are_refused_by_name():
         Muon([dict(params=[("wo", p)], algorithm="sgd")])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
-    a, b = parameter(4, 4), parameter(4, 4)
-    optimizer = Muon([dict(params=[("good", a), ("layers.3.wv", b)])], lr=1.0)
-    a.grad, b.grad = torch.randn(4, 4), torch.full((4, 4), value)
-    with pytest.raises(ValueError, match=r"NaN or infinite: layers\.3\.wv"):
-        optimizer.step()
-    assert not a.any() and not optimizer.state[a]["momentum"].any()
-
-
 # ---------------------------------------------------------------- many ranks
 
 
@@ -465,9 +352,6 @@ def bad_ranks(rank, world):
         Muon([dict(params=[("layers.0.wo", partial)])])
     p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     optimizer = Muon([dict(params=[("w", p)])])
-    p.grad = DTensor.from_local(torch.full((2, 4), math.nan if rank else 1.0), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="infinite: w"):  # on the rank whose own shard is fine, too
-        optimizer.step()
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
     with pytest.raises(ValueError, match="w: gradient placed"):
         optimizer.step()
@@ -478,7 +362,7 @@ def bad_ranks(rank, world):
     return p.full_tensor().isfinite().all().item()
 
 
-def test_ranks_refuse_bad_placements_and_nan_together_and_survive_a_missing_gradient():
+def test_ranks_refuse_bad_placements_and_survive_a_missing_gradient():
     assert run_ranks(2, bad_ranks) == [True, True]
 
 
@@ -502,60 +386,35 @@ def test_the_send_of_task_two_happens_before_task_one_multiplies():
         assert len(tasks) >= 2 and traffic["collectives"] <= 8 and traffic["bytes_received"] > 0
 
 
-def two_replicas(rank, world):
-    mesh = DeviceMesh("cpu", torch.arange(world).view(2, 2))
-    place = lambda name, t: distribute_tensor(
-        t.bfloat16(), mesh, [Replicate(), Shard(max(t.ndim - 2, 0))]
-    )
-    # whole, gathered from the rank's own replica
-    return train(place, dtype=torch.bfloat16)[0]
+def plain_copies(rank, world):
+    mesh, found = DeviceMesh("cpu", torch.arange(world)), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, optimizer = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=mesh)
+        found[dtype] = whole, optimizer.traffic, costs_of(optimizer)
+    return found
 
 
-def test_replicas_of_bf16_weights_round_alike():
-    first, *_, last = run_ranks(4, two_replicas)
-    exact, _ = train(lambda name, t: t.bfloat16().float(), dtype=torch.bfloat16)
-    for name, p in exact.items():
-        assert first[name].dtype == torch.bfloat16 and torch.equal(first[name], last[name])
-        assert (first[name].float() - p).norm() < 0.02 * p.norm()
+def costs_of(optimizer):
+    """What the units cost that this rank orthogonalizes"""
+    (tasks,) = optimizer.plans.values()
+    return sum(unit.cost for task in tasks for unit in task.owned)
 
 
-def test_replicas_share_the_work_and_nothing_is_padded():
-    numel = {n: math.prod(s) for n, s in SHAPES.items()}
-    results = run_ranks(4, one_layout, "replicas", torch.float32, {})
-    received = sum(traffic["bytes_received"] for _, traffic in results)
-    # 4 bytes per number. Of each unit the owner receives, once, the part that it lacks. Each of the
-    # four ranks receives the result for its half (together twice a unit), except the owner's part.
-    assert received < 4 * (sum(numel.values()) * (1 + 2))
-
-
-def plain_copies(rank, world, dtype):
-    whole, optimizer = train(
-        lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=dist.group.WORLD
-    )
-    sharded = {sharded.name: sharded for sharded in optimizer.sharded_params}
-    mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.owned]
-    # Every copy holds each matrix whole.
-    assert sharded["heads"].matrix(sharded["heads"].param, 5).shape == (8, 40)
-    return whole, optimizer.traffic, sum(mine)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_copies_share_the_work_and_end_with_the_bits_of_one_process(dtype):
-    reference, alone = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16)
-    everything = sum(unit.cost for task in next(iter(alone.plans.values())) for unit in task.owned)
-    results = run_ranks(3, plain_copies, dtype)
-    for whole, traffic, cost in results:
-        assert all(torch.equal(whole[name], p) for name, p in reference.items())
-        assert cost < 0.4 * everything and traffic["bytes_received"] <= 2 * sum(
-            math.prod(s) for s in SHAPES.values()
-        )
-    assert sum(cost for *_, cost in results) == everything
+def test_plain_copies_share_the_work_and_end_with_the_bits_of_one_process():
+    ranks, numel = run_ranks(3, plain_copies), sum(map(math.prod, SHAPES.values()))
+    for dtype in (torch.float32, torch.bfloat16):
+        reference, alone = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16)
+        for found in ranks:
+            whole, traffic, cost = found[dtype]
+            assert all(torch.equal(whole[name], p) for name, p in reference.items())
+            assert cost < 0.4 * costs_of(alone) and traffic["bytes_received"] <= 2 * numel
+        assert sum(found[dtype][2] for found in ranks) == costs_of(alone)
 
 
 def home_layout(rank, world):
     mesh = DeviceMesh("cpu", torch.arange(world))
     p = torch.nn.Parameter(distribute_tensor(tensors(0)["experts"], mesh, [Shard(0)]))
-    optimizer = Muon([dict(params=[("experts", p)])], check_gradients=False)
+    optimizer = Muon([dict(params=[("experts", p)])])
     p.grad = distribute_tensor(tensors(1)["experts"], mesh, [Shard(0)])
     optimizer.step()
     return optimizer.traffic
@@ -695,9 +554,7 @@ def test_matrices_of_every_scale_in_one_batch_are_as_each_alone():
     assert not together[1].any()
 
 
-@pytest.mark.parametrize(
-    "case", ["rank one", "expanded", "transposed", "one entry", "identity", "out is a view"]
-)
+@pytest.mark.parametrize("case", ["rank one", "expanded", "transposed", "one entry", "identity"])
 def test_odd_matrices_are_orthogonalised(case):
     g = torch.Generator().manual_seed(1)
     vectors = torch.randn(24, 1, generator=g), torch.randn(1, 16, generator=g)
@@ -709,11 +566,8 @@ def test_odd_matrices_are_orthogonalised(case):
         "transposed": SCALED[0].mT,
         "one entry": one_entry,
         "identity": torch.eye(16),
-        "out is a view": SCALED[0].clone(),
     }[case]
-    out = torch.empty(32, 16).mT if case == "out is a view" else None
-    found = orthogonalize(matrix, dtype=torch.float32, out=out)
-    assert out is None or torch.equal(out, orthogonalize(matrix, dtype=torch.float32))
+    found = orthogonalize(matrix, dtype=torch.float32)
     # Directions that the matrix has come out near 1, those that it has not stay at 0.
     there = torch.linalg.svdvals(matrix * (1e25 if case == "one entry" else 1)) > 1e-3
     values = torch.linalg.svdvals(found)
@@ -727,15 +581,7 @@ def test_an_empty_parameter_is_refused_by_name_and_an_empty_matrix_stays_one(sha
         Muon([dict(params=[("nothing.weight", torch.nn.Parameter(torch.zeros(shape)))])])
 
 
-def test_large_finite_gradients_are_not_called_infinite():
-    p = torch.nn.Parameter(SCALED[0].clone())
-    optimizer = Muon([dict(params=[("w", p)])], lr=0.1)
-    p.grad = SCALED[1] * 1e30
-    optimizer.step()
-    assert p.isfinite().all() and not torch.equal(p, SCALED[0])
-
-
-def small_optimizer(dtype, **options):
+def small_optimizer(dtype):
     params = {
         n: torch.nn.Parameter(t.to(dtype))
         for n, t in tensors(4, {"w": (4, 12), "out": (6, 8), "gain": (5,)}).items()
@@ -745,8 +591,7 @@ def small_optimizer(dtype, **options):
         dict(params=[("out", params["out"])], column_blocks=2),
         dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3),
     ]
-    options = {"round_weights": stochastic_round, **options}
-    return params, Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
+    return params, RoundingMuon(groups, lr=0.02, ns_dtype=torch.float32)
 
 
 def steps_of(params, optimizer, seeds):
@@ -759,10 +604,9 @@ def steps_of(params, optimizer, seeds):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
-    params, optimizer = small_optimizer(dtype, check_gradients=False, window=2)
+    params, optimizer = small_optimizer(dtype)
     steps_of(params, optimizer, range(3))
     twins, twin = way((params, optimizer))
-    assert twin.ns_dtype == torch.float32 and twin.window == 2 and not twin.check_gradients
     assert list(twin.names.values()) == ["w", "out", "gain"]
     steps_of(params, optimizer, range(3, 6))
     frozen = {n: p.detach().clone() for n, p in params.items()}
@@ -770,20 +614,6 @@ def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
     assert all(
         torch.equal(params[n], frozen[n]) and torch.equal(twins[n], frozen[n]) for n in params
     )
-
-
-def copy_with_replicas(rank, world):
-    params, optimizer = small_optimizer(torch.float32, replicas=dist.group.WORLD)
-    twins, twin = copy.deepcopy((params, optimizer))
-    steps_of(params, optimizer, range(2)), steps_of(twins, twin, range(2))
-    try:
-        pickle.dumps(optimizer)
-    except TypeError as error:
-        return all(torch.equal(params[n], twins[n]) for n in params) and "state_dict" in str(error)
-
-
-def test_a_copy_uses_the_same_process_group_and_pickle_says_why_it_cannot():
-    assert run_ranks(2, copy_with_replicas) == [True, True]
 
 
 def test_a_group_that_is_refused_leaves_no_trace_and_a_new_one_is_trained():
@@ -799,38 +629,3 @@ def test_a_group_that_is_refused_leaves_no_trace_and_a_new_one_is_trained():
     assert optimizer.step(lambda: 7.0) == 7.0 and not torch.equal(more, torch.ones(4, 6))
     twins, twin = copy.deepcopy((params, optimizer))
     assert list(twin.names.values()) == ["w", "out", "gain", "more"]
-
-
-def bf16_layout(rank, world, name):
-    shape, placements = LAYOUTS[name]
-    mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
-    place = lambda n, t: distribute_tensor(t.bfloat16(), mesh, placements.get(n, placements[None]))
-    return train(place)[0]
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_sharded_bf16_weights_are_rounded_as_on_one_process(name):
-    alone, _ = train(lambda n, t: t.bfloat16())
-    for whole in run_ranks(math.prod(LAYOUTS[name][0]), bf16_layout, name):
-        assert all(torch.equal(whole[n], alone[n]) for n in alone)
-
-
-@pytest.mark.parametrize("shape", [(), (5000,), (64, 96), (6, 32, 48), (3, 5, 7, 90)])
-def test_noise_follows_from_the_place_and_looks_like_chance(shape):
-    whole = noise_of_places((0,) * len(shape), shape, (3, 1), "cpu")
-    assert whole.shape == shape and whole.min() >= 0 and whole.max() < 1 << 16
-    if shape:
-        start = tuple(size // 3 for size in shape)
-        block = whole[tuple(slice(s, None) for s in start)]
-        assert torch.equal(noise_of_places(start, block.shape, (3, 1), "cpu"), block)
-        # Uniform to five standard errors, and unlike its neighbours in every direction, its
-        # transpose and other seeds.
-        n = whole.double() / 65536 - 0.5
-        bound = 5 / math.sqrt(n.numel())
-        assert n.mean().abs() < bound * 12**-0.5 and abs(12 * n.square().mean() - 1) < bound
-        others = [n.roll(1, dim) for dim in range(len(shape))]
-        others += [
-            noise_of_places((0,) * len(shape), shape, seed, "cpu").double() / 65536 - 0.5
-            for seed in ((4, 1), (3, 2))
-        ]
-        assert all(12 * (n * other).mean().abs() < 1.2 * bound for other in others)
