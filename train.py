@@ -242,7 +242,8 @@ class Config:
     seq_len_warmup: float = flag(
         0.25, stages="pretrain long sft", at_most=1, long=0.0, published=0.0
     )
-    yarn: float = flag(2.0, at_least=1)  # factor by which the stage long stretches the window
+    # factor by which the stage long stretches the window: to that of the agent
+    yarn: float = flag(2.0, at_least=1, gpu=4.0)
 
     # ---- sft
     # number of different expert transcripts
