@@ -477,6 +477,13 @@ def test_where_a_stage_began_is_known_by_its_digest_in_whatever_folder(
     train.main([*rl, f"--out={here}"])
     assert f"began from {old}/sft, which was moved or made anew" in capsys.readouterr().out
 
+    # An RL from noise, or of a version that kept no origin, has no such column either.
+    load = checkpoints.load_extra
+    monkeypatch.setattr(checkpoints, "load_extra", lambda path: {**load(path), "origin": None})
+    text, numbers = evaluate("--eval_tasks=2")
+    assert list(numbers["policies"]) == ["after RL"]
+    assert f"no column before RL: {here}/rl keeps no checkpoint" in text
+
 
 def test_rl_by_other_rules_than_its_sft_and_a_window_beyond_the_positions_are_said_in_one_line_each(
     run, tmp_path, capsys
