@@ -324,15 +324,18 @@ def find_plan(repo, files, sandbox):
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
     # Where much fails, try what the authors' build files say, until one plan is healthy.
-    best, plans = answer, suites.stated_plans(files)[:6]
+    best, slow, plans = answer, None, suites.stated_plans(files)[:6]
     while plans and not healthy(best):
         plan, where = plans.pop(0)
         if plan == answer["plan"]:
             continue
         other = run_suite(files, sandbox, limit=False, plan=plan)
+        slow = other if other.get("timed_out") else slow
         if passed(other) > passed(best):
             best = other
             best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+    if not best["outcomes"] and slow:
+        raise Refusal(too_slow(repo, slow, sandbox.time_limit))
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
 
