@@ -33,7 +33,6 @@ rows and columns of a weight.
 import math
 import os
 import sys
-import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -376,34 +375,16 @@ def same_weights(model):
 # ---------------------------------------------------------------- what a step needs from all ranks
 
 
-def join_process_group(device="cpu", seconds=PATIENCE, check=None):
-    """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world). check:
-    raises where a rank has died; it is called again and again until all of them are there (torchrun
-    looks after its ranks itself)"""
+def join_process_group(device="cpu", seconds=PATIENCE):
+    """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world)"""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "gloo"
         if device == "cuda":
             check_cards()
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             backend = "cpu:gloo,cuda:nccl"
-        where = {}
-        if check and not dist.is_torchelastic_launched():
-            where = wait_for_ranks(check)
-        dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **where)
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     return rank_and_world()
-
-
-def wait_for_ranks(check):
-    """Returns when all ranks are there: the arguments of init_process_group with which they meet.
-    By itself that function would wait for a rank that has died, for all of its timeout."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False)
-    store.add("ranks", 1)
-    while store.add("ranks", 0) < world:
-        check()
-        time.sleep(0.05)
-    return dict(store=store, rank=rank, world_size=world)
 
 
 def rank_and_world():

@@ -243,7 +243,8 @@ class Config:
     seq_len_warmup: float = flag(
         0.25, stages="pretrain long sft", at_most=1, long=0.0, published=0.0
     )
-    yarn: float = flag(2.0, at_least=1)  # factor by which the stage long stretches the window
+    # factor by which the stage long stretches the window: to that of the agent
+    yarn: float = flag(2.0, at_least=1, gpu=4.0)
 
     # ---- sft
     # number of different expert transcripts
@@ -1112,16 +1113,8 @@ class Run:
         # The device, the ranks, and how they share data and weights.
         self.config, self.out, self.start = config, Path(config.out), time.time()
         self.device = hardware.device_of(config)
-        self.rank, self.world = hsdp.join_process_group(self.device, 1800, launch.check_ranks)
         try:
-            self.meshes = hsdp.make_meshes(
-                self.world,
-                config.cp,
-                config.ep,
-                config.dp_replicate,
-                device=self.device,
-                seconds=1800,
-            )
+            self.rank, self.world, self.meshes = launch.watch_ranks(self.meet_ranks)
         except ValueError as error:
             usage_error(str(error))
         self.data_ranks = self.meshes.layout.data
@@ -1130,6 +1123,13 @@ class Run:
         self.dtype = hardware.dtype_of(config)
         self.compact = summarize.make_compaction(asdict(config))
         self.tokenizer = self.model = None
+
+    def meet_ranks(self):
+        """Waits for the other ranks, where there are any -> (rank, their number, the meshes)"""
+        config, patience = self.config, 1800
+        rank, world = hsdp.join_process_group(self.device, patience)
+        degrees = config.cp, config.ep, config.dp_replicate
+        return rank, world, hsdp.make_meshes(world, *degrees, self.device, patience)
 
     def bar(self, iterable, name):
         return tqdm(
@@ -1393,8 +1393,7 @@ def train(config, interrupted, sources=None):
     # 4) The loop. From here on a signal ends training after its step, with a checkpoint.
     launch.stop_after_step(interrupted)
     first_step = begun["step"] if begun else 0
-    with failures.report_rank_failure():
-        return loop(run, source, optimizer, first_step, interrupted, out)
+    return loop(run, source, optimizer, first_step, interrupted, out)
 
 
 def loop(run, source, optimizer, step, interrupted, out):
@@ -1535,6 +1534,7 @@ def main(argv):
         launch.run_lock(first.out),
         failures.explain_failures(first, argv),
         launch.restored_process(partial(failures.end_stopped, first, argv)),
+        failures.report_rank_failure(),
     ):
         run_stages(argv, configs, given)
 

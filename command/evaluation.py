@@ -59,6 +59,8 @@ def find_policies(run, given, sizes, patch):
         origin = saved.get("origin")
         if origin and not paths["before RL"]:
             run.say(f"{out}/rl began from {origin['path']}, which was moved or made anew since")
+        elif not origin:
+            run.say(f"no column before RL: {out}/rl keeps no checkpoint from which it began")
     else:
         there = [path for path in sft if checkpoints.checkpoint_exists(path)]
         paths = {"after SFT": there[0] if there else None}

@@ -120,8 +120,8 @@ def explain_full_card(config, argv, error):
 
 @contextlib.contextmanager
 def report_rank_failure():
-    """When a rank dies, the collectives of the others fail with a line about sockets. Inside this
-    context they fail with what has happened."""
+    """When a rank dies, the collectives of the others fail with a line about sockets. This context
+    makes of it a MachineFailure that says what has happened."""
     try:
         yield
     except RuntimeError as error:
@@ -131,7 +131,7 @@ def report_rank_failure():
         if not dist.is_initialized() or not any(sign in str(error) for sign in signs):
             raise
         rank, world = dist.get_rank(), dist.get_world_size()
-        raise RuntimeError(
-            f"rank {rank} of {world}: another rank died or stopped answering; start again from the "
-            f"last checkpoint ({str(error).splitlines()[0][:100]})"
+        raise MachineFailure(
+            f"rank {rank} of {world}: another rank died or stopped answering "
+            f"({str(error).splitlines()[0][:100]})"
         ) from error

@@ -17,6 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,8 +160,31 @@ def end_children(ask):
     child_processes.clear()
 
 
+def watch_ranks(meet):
+    """What meet() returns, which waits until all ranks have met. MachineFailure where a process
+    that was started ends before: by itself a rank waits for one that is gone, for all of its
+    timeout. (torchrun looks after its ranks itself.)"""
+    if not child_processes:
+        return meet()
+
+    # torch waits outside of Python, where it hears of no signal and no other process. So it waits
+    # in a thread, and this one looks around.
+    met = futures.Future()
+
+    def wait():
+        try:
+            met.set_result(meet())
+        except BaseException as error:
+            met.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not futures.wait([met], timeout=0.05).done:
+        check_ranks()
+    return met.result()
+
+
 def check_ranks():
-    """MachineFailure where a process that was started has ended: the others would wait for it"""
+    """MachineFailure where a process that was started has ended"""
     for rank, process in enumerate(child_processes, 1):
         code = process.poll()
         if code is not None:

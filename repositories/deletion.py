@@ -18,7 +18,6 @@ from repositories.source import (
     find_definitions,
     first_line,
     is_text,
-    remove_names,
     remove_statements,
     replace_bodies,
 )

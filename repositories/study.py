@@ -30,7 +30,6 @@ from repositories.deletion import definitions
 from repositories.source import file_of_test, first_line, package_root
 from world.untrusted import parsed
 from world.task import Refusal
-from world.tree import PROTECTED
 
 
 @dataclass
@@ -228,14 +227,17 @@ def find_plan(repo, files, sandbox):
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
     # Where much fails, try the files that hold tests, until one plan is healthy.
-    best = answer
+    best, slow = answer, None
     for plan, why in suites.other_plans(files):
         if healthy(best):
             break
         other = run_suite(files, sandbox, limit=False, plan=plan)
+        slow = other if other.get("timed_out") else slow
         if passed(other) > passed(best):
             best = other
             best["plan"] = replace(plan, said=[*plan.said, why])
+    if not best["outcomes"] and slow:
+        raise Refusal(too_slow(repo, slow, sandbox.time_limit))
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
 

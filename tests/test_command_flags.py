@@ -111,6 +111,13 @@ def test_defaults_are_laid_over_each_other_in_the_order_that_is_said(scale, stag
     assert train.FLAGS.configure({**given, "steps": 7}, stage).steps == 7
 
 
+@pytest.mark.parametrize("scale", ["laptop", "gpu", "tiny"])
+def test_a_model_of_every_scale_has_positions_for_the_whole_window_of_its_agent(scale):
+    given = {"scale": scale, "device": "cpu"}
+    long, rl = (train.FLAGS.configure({**given, "stage": name}, name) for name in ("long", "rl"))
+    assert long.text_window == train.model_config(rl, 64).window * rl.yarn == rl.window
+
+
 def test_every_default_is_a_value_of_its_own_flag_for_a_stage_and_a_scale_that_exist():
     scales = [*train.FLAGS.scales, "published"]
     known = {*train.FLAGS.stages, *scales}

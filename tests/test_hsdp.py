@@ -8,6 +8,8 @@ import math
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -21,12 +23,13 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoints, failures
+from command import checkpoints, failures, launch
 from fast import gpu_memory
 from demos import comm_counter
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, update_router_bias, mtp_loss
 from muon import Muon
+from world.machine import MachineFailure
 
 # (cp, ep, dp_replicate) on 8 ranks: every two of the three meet in all of their sizes. Then eight
 # copies of the dense weights, none of them cut; and context parallelism over all eight ranks.
@@ -447,7 +450,7 @@ def dies(rank, world):
                 if rank == 2 and step == 1:
                     os._exit(9)
                 forward_backward(model, meshes, step)
-    except RuntimeError as error:
+    except MachineFailure as error:
         return str(error), time.monotonic() - start
 
 
@@ -471,7 +474,7 @@ def hangs(rank, world):
             if rank == 2:
                 time.sleep(6)
             forward_backward(model, meshes, 0)
-    except RuntimeError as error:
+    except MachineFailure as error:
         return str(error), time.monotonic() - start
 
 
@@ -743,34 +746,26 @@ def test_a_save_to_a_disk_of_each_rank_fails_on_all_and_the_good_checkpoint_stay
     assert "not every rank sees this folder" in first[0] and "\n" not in first[0]
 
 
-def meet(rank, world, port, dies):
-    """What a rank that was started by itself says when it joins two others, of which one may be
-    missing"""
-    # Who leaves the group while another is still connecting would break its connection.
-    dist.barrier()
+def meet_one_that_ends(rank, world, port):
+    """What rank 0 says when the rank that it has started has joined it at the port, and ends before
+    it can be connected"""
     dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-
-    def check():
-        if dies:
-            raise RuntimeError("one has died")
-
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    code = "import os, torch.distributed as dist\n"
+    code += f"dist.TCPStore('127.0.0.1', {port}, 2, False)\nos._exit(3)"
+    launch.child_processes.append(subprocess.Popen([sys.executable, "-c", code]))
     try:
-        return hsdp.join_process_group("cpu", 60, check), float(hsdp.all_reduce_sum(rank))
-    except RuntimeError as error:
-        return str(error)
+        return launch.watch_ranks(lambda: hsdp.join_process_group("cpu", 600))
+    except MachineFailure as failure:
+        return str(failure)
 
 
-def test_ranks_join_when_all_are_there_and_raise_where_one_will_never_come():
+def test_a_rank_that_ends_just_after_it_has_joined_is_not_waited_for():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    assert run_ranks(3, meet, port, False) == [((r, 3), 3.0) for r in range(3)]
-    start = time.monotonic()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    assert run_ranks(1, meet, port, True) == ["one has died"] and time.monotonic() - start < 30
+    (said,) = run_ranks(1, meet_one_that_ends, port, timeout=60)
+    assert said == "rank 1 ended with exit code 3 before it had joined the others"
 
 
 def spoil(path, how):

@@ -610,6 +610,10 @@ def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tm
         in words
     )
     assert "try --time_limit=" in words
+    # So it is where pytest finds no test by itself, and the files that it is shown are slow.
+    files = {"shop/__init__.py": "", "shop/price.py": CODE, "tests.py": slow}
+    words = refusal(files, tmp_path / "other", time_limit=6)
+    assert "longer than --time_limit=6 s" in words and "tests.py::test_slow was running" in words
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,13 @@ def test_where_a_stage_began_is_known_by_its_digest_in_whatever_folder(
     train.main([*rl, f"--out={here}"])
     assert f"began from {old}/sft, which was moved or made anew" in capsys.readouterr().out
 
+    # An RL from noise, or of a version that kept no origin, has no such column either.
+    load = checkpoints.load_extra
+    monkeypatch.setattr(checkpoints, "load_extra", lambda path: {**load(path), "origin": None})
+    text, numbers = evaluate("--eval_tasks=2")
+    assert list(numbers["policies"]) == ["after RL"]
+    assert f"no column before RL: {here}/rl keeps no checkpoint" in text
+
 
 def test_rl_by_other_rules_than_its_sft_and_a_window_beyond_the_positions_are_said_in_one_line_each(
     run, tmp_path, capsys
@@ -516,6 +523,19 @@ def test_a_rank_that_dies_before_it_joins_ends_the_others_within_seconds(run, tm
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     assert child.wait(60) == 2
     assert child.stderr.count("\n") == 1 and "rank 1 was killed by signal 9" in child.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the process in /proc")
+def test_a_rank_that_dies_in_a_step_ends_the_run_in_one_line(run, tmp_path):
+    flags = [*SMALL, "--stage=long", "--steps=5000", "--processes=2", f"--start_from={run}"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out={tmp_path}"]
+    child = Command(command, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    log = tmp_path / "long.jsonl"
+    child.wait_for(lambda: log.exists() and log.read_text())
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert child.wait(60) == 2 and "Traceback" not in child.stderr
+    assert "rank 0 of 2: another rank died or stopped answering" in child.stderr.split("\n")[-2]
 
 
 def numbers_of_a_log(folder, stage):
