@@ -1,6 +1,6 @@
 """deletion.py: the definitions of a tree of files, and the edits that delete a set of them.
 
-`definitions` are what can be deleted from a tree of files.
+`sources` are the files that a feature can be deleted from, `definitions` what stands in them.
 synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). This file removes
 its definitions: it leaves stubs (`stub_bodies`) or nothing (`remove_definitions`), and it finds the
 helpers that nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it is;
@@ -13,7 +13,6 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from repositories.repo_files import sources
 from repositories.source import (
     find_definitions,
     first_line,
@@ -21,6 +20,20 @@ from repositories.source import (
     remove_statements,
     replace_bodies,
 )
+from world.tree import PROTECTED, Link
+
+
+def sources(files):
+    """The paths of files that features are deleted from: Python that is neither test nor
+    configuration nor documentation."""
+    return [
+        path
+        for path in files
+        if path.endswith(".py")
+        and not isinstance(files[path], Link)
+        and not PROTECTED.search(path)
+        and not re.match(r"docs?/|examples?/", path)
+    ]
 
 
 @dataclass

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from repositories import editable, suite as suites
-from repositories.repo_files import copy_repository, sources
+from repositories.repo_files import copy_repository
 from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
 from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
-from repositories.deletion import definitions
+from repositories.deletion import definitions, sources
 from repositories.source import file_of_test, first_line, package_root
 from world.untrusted import parsed
 from world.task import Refusal
