@@ -80,7 +80,7 @@ from repositories.verdict import judge
 from world.judge import run_trusted
 from world.machine import MachineFailure
 from world.kinds import KINDS
-from world.micro import BENCH, TRAINING, draw_function, draw_inputs, trivial_body_passes
+from world.micro import BENCH, NOUNS, TRAINING, draw_function, draw_inputs, trivial_body_passes
 from world.memo import CHECK
 from repositories.study import study
 from repositories.run_suite import run_suite
@@ -194,8 +194,8 @@ def describe_level(level):
 GONE = dict(kind="gone", docstring=False)
 
 
-# train, and two that no training sees: heldout has other names and compositions of the same words,
-# bench those of another generator (micro.BENCH)
+# train, and two that no training sees: heldout has other names and compositions, bench those of
+# another generator (micro.BENCH)
 SPLITS = "train", "heldout", "bench"
 
 
@@ -222,7 +222,7 @@ def draw_task(rng, level, split):
         sizes = rng.sample([1, 2], 2)
     else:
         sizes = [2] * (dials["targets"] // 2 + 1)
-    nouns = rng.sample(words.nouns, len(words.nouns))
+    nouns = rng.sample(NOUNS, len(NOUNS))
     modules = [nouns.pop() for _ in sizes]
     slots = []  # the module of each function
     for module, size in zip(modules, sizes):

@@ -329,7 +329,7 @@ class Config:
     eval_tasks: int = flag(
         24, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
     )
-    # per row of the bench, whose words and operations no training has seen; 0: without it
+    # per row of the bench, whose names and compositions no training has; 0: without it
     bench_tasks: int = flag(10, stages="eval", may_change=True, idle_with="tasks", tiny=1)
     # rollouts per task
     eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)

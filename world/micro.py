@@ -7,8 +7,8 @@ that the docs use, so a codebase, its tests and its docs agree by construction.
 
 The words are few and the constants are single digits: a model this small learns to find and to copy
 long before it learns to translate. One composition in five, and one pair of words in five, is held
-out for evaluation. A bench draws from other lists (BENCH): words, operations and reductions that no
-training has seen.
+out for evaluation. A bench (BENCH) has other names and compositions, and an operation and a
+reduction of its own.
 
 The expert needs the same functions to write them and to get them wrong (world/expert.py); whole
 codebases are put together in synth_tasks.py.
@@ -37,13 +37,8 @@ REDUCTIONS = {"list": "xs", "sum": "sum(xs)", "count": "len(xs)", "largest": "ma
 
 
 # those of the bench alone
-BENCH_OPS = {
-    "divide": ("map", "x // {k}"),
-    "rest": ("map", "x % {k}"),
-    "distance": ("map", "abs(x - {k})"),
-    "other": ("filter", "x != {k}"),
-}
-BENCH_REDUCTIONS = {"smallest": "min(xs, default=0)", "sorted": "sorted(xs)", "last": "xs[-1:]"}
+BENCH_OPS = {"other": ("filter", "x != {k}")}
+BENCH_REDUCTIONS = {"smallest": "min(xs, default=0)"}
 ALL_OPS = {**OPS, **BENCH_OPS}
 ALL_REDUCTIONS = {**REDUCTIONS, **BENCH_REDUCTIONS}
 
@@ -62,13 +57,8 @@ MEANING = {
     "sum": sum,
     "count": len,
     "largest": lambda xs: max(xs, default=0),
-    "divide": lambda xs, k: [x // k for x in xs],
-    "rest": lambda xs, k: [x % k for x in xs],
-    "distance": lambda xs, k: [abs(x - k) for x in xs],
     "other": lambda xs, k: [x for x in xs if x != k],
     "smallest": lambda xs: min(xs, default=0),
-    "sorted": sorted,
-    "last": lambda xs: xs[-1:],
 }
 
 
@@ -86,21 +76,18 @@ NOUNS = (
 
 @dataclass(frozen=True)
 class Words:
-    """What a generator draws from: the words of names, the operations and the reductions."""
+    """What a generator draws from: the first words of names, the operations and the reductions. The
+    last word of a name is a noun."""
 
-    verbs: list
-    nouns: list
+    firsts: list
     ops: list
     reductions: list
 
 
-TRAINING = Words(VERBS, NOUNS, list(OPS), list(REDUCTIONS))
-BENCH = Words(
-    "add bend call cut dig fill grow hang help jump keep load mix pack pull ride sell tie".split(),
-    "arm bag ball bed bird box bridge cup desk farm fish glass hat leaf rope seed wall".split(),
-    list(ALL_OPS),
-    list(ALL_REDUCTIONS),
-)
+# The bench has the same words, so that a small model can spell them, in other names (door_key), and
+# compositions that no training has. With words of its own nothing at all was solved.
+TRAINING = Words(VERBS, list(OPS), list(REDUCTIONS))
+BENCH = Words(NOUNS, list(ALL_OPS), list(ALL_REDUCTIONS))
 CONSTANTS = {*"23456789"}
 
 
@@ -167,13 +154,15 @@ def held_out_name(name):
 def draw_function(rng, module, noun, steps, held_out, words=TRAINING):
     """A random function whose composition and name are held out for evaluation, or (with `held_out`
     false) both of training. steps: (least, most) number of steps. With the words of the bench,
-    held_out demands an operation or a reduction that no training has."""
-    # The names that belong to this split. Of the bench's words, none is of training.
-    names = [f"{verb}_{noun}" for verb in words.verbs]
+    held_out demands a composition that no training has: an operation or a reduction of the bench,
+    one operation twice, or one that is held out."""
+    # The names that belong to this split. Of the bench's, none is of training.
+    names = [f"{first}_{noun}" for first in words.firsts if first != noun]
     if words is TRAINING:
         names = [name for name in names if held_out_name(name) == held_out]
 
-    # Draw compositions until one belongs to this split, too. No operation follows itself.
+    # Draw compositions until one belongs to this split, too. In training no operation follows
+    # itself.
     while True:
         ops = [rng.choice(words.ops) for _ in range(rng.randint(*steps))]
         function = Function(
@@ -183,12 +172,12 @@ def draw_function(rng, module, noun, steps, held_out, words=TRAINING):
             rng.choice(words.reductions),
         )
         repeats = any(op == following for op, following in zip(ops, ops[1:]))
-        if words is TRAINING:
-            belongs = function.held_out() == held_out
-        else:
-            is_new = not {*ops, function.reduction} <= {*OPS, *REDUCTIONS}
-            belongs = is_new or not held_out
-        if belongs and not repeats:
+        is_new = function.held_out()
+        if words is BENCH:
+            is_new |= repeats or not {*ops, function.reduction} <= {*OPS, *REDUCTIONS}
+        elif repeats:
+            continue
+        if is_new == held_out:
             return function
 
 
