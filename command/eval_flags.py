@@ -36,7 +36,7 @@ def parse_eval_flags(argv, default_levels, most_levels):
     add("turns", 0, "of a rollout (default: those of the run's RL)")
     add("temperature", None, "of sampling (default: that of the run's RL)", "float")
     tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
-    add("tasks", "", tasks, "str")
+    add("tasks", None, tasks, "str")
     split = "of generated tasks; train: only seeds are new"
     parser.add_argument(
         "--split", choices=("heldout", "train", "bench"), default="heldout", help=split

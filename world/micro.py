@@ -7,7 +7,7 @@ that the docs use, so a codebase, its tests and its docs agree by construction.
 
 The words are few and the constants are single digits: a model this small learns to find and to copy
 long before it learns to translate. One composition in five, and one pair of words in five, is held
-out for evaluation. A bench (BENCH) has other names and compositions, and an operation and a
+out for evaluation. A bench (BENCH) has compositions that are further away, with an operation and a
 reduction of its own.
 
 The expert needs the same functions to write them and to get them wrong (world/expert.py); whole
@@ -76,18 +76,17 @@ NOUNS = (
 
 @dataclass(frozen=True)
 class Words:
-    """What a generator draws from: the first words of names, the operations and the reductions. The
-    last word of a name is a noun."""
+    """What a generator draws compositions from."""
 
-    firsts: list
     ops: list
     reductions: list
 
 
-# The bench has the same words, so that a small model can spell them, in other names (door_key), and
-# compositions that no training has. With words of its own nothing at all was solved.
-TRAINING = Words(VERBS, list(OPS), list(REDUCTIONS))
-BENCH = Words(NOUNS, list(ALL_OPS), list(ALL_REDUCTIONS))
+# The bench has an operation and a reduction more, and compositions that no training has. Its names
+# are held-out pairs, too: names of two nouns (door_key) a laptop's model could not copy at all, it
+# writes a verb where every name of training has one.
+TRAINING = Words(list(OPS), list(REDUCTIONS))
+BENCH = Words(list(ALL_OPS), list(ALL_REDUCTIONS))
 CONSTANTS = {*"23456789"}
 
 
@@ -156,10 +155,8 @@ def draw_function(rng, module, noun, steps, held_out, words=TRAINING):
     false) both of training. steps: (least, most) number of steps. With the words of the bench,
     held_out demands a composition that no training has: an operation or a reduction of the bench,
     one operation twice, or one that is held out."""
-    # The names that belong to this split. Of the bench's, none is of training.
-    names = [f"{first}_{noun}" for first in words.firsts if first != noun]
-    if words is TRAINING:
-        names = [name for name in names if held_out_name(name) == held_out]
+    # The names that belong to this split.
+    names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
 
     # Draw compositions until one belongs to this split, too. In training no operation follows
     # itself.
