@@ -92,7 +92,7 @@ def wrong_tests(task):
 def run_wrong_tests(task, files, added, sandbox):
     """Findings of the submitted files with tests that demand wrong values. `added`: whether new
     tests or configuration are among the files."""
-    # The task's own tests and configuration, with the wrong values, replace those of the submission.
+    # The task's own tests and configuration, with the wrong values, replace the submitted ones.
     wrong, every_test = wrong_tests(task)
     pristine = {path: text for path, text in task.files.items() if is_protected(path)}
     original = {**task.files, **task.solution}

@@ -201,8 +201,8 @@ def words_of(value):
 
 
 def split_options(words, is_refused):
-    """(the words of a command line that are kept, those that are refused). The word behind an option
-    goes with it: its value, as `src` in `--cov src`."""
+    """(the words of a command line that are kept, those that are refused). The word behind an
+    option goes with it: its value, as `src` in `--cov src`."""
     groups = []
     for word in words:
         option = groups[-1][0] if groups and len(groups[-1]) == 1 else ""
