@@ -6,7 +6,7 @@ blocks with ```json. `Chat` describes a form as strings in which control tokens 
 KIMI and DEEPSEEK are those of the templates that Qwen2.5, Kimi-K2 and DeepSeek-V3 were published
 with. The transcript of models trained here is in rollout.Tokenizer.
 
-Writing is a matter of filling strings in (tokenizers.ChatTokenizer does it). Reading is not: what a
+Writing is a matter of filling strings in (PublishedTokenizer does it). Reading is not: what a
 model sampled may be half a call, a call inside of a thought, or JSON that is none. `find_calls`
 finds every call in the body of a turn with the place where each part of it stands, and takes what
 the family's own parsers would take. Whatever belongs to a call and is no whole call becomes an
@@ -313,25 +313,6 @@ def read_block(chat, block):
         block.name, block.error = "", UNREADABLE
 
 
-def find_thought(tokenizer, body):
-    """For models that write <think> as plain text: how many tokens at the beginning of the body are
-    a thought. 0 where </think> is a token, which find_calls sees itself."""
-    if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
-        return 0
-
-    closing = tokenizer.mark_controls(body).find("</think>")
-    if closing < 0:
-        # The thought is not closed: all of the body is thought.
-        return len(body)
-
-    def text_length(i):
-        return len(tokenizer.mark_controls(body[: i + 1]))
-
-    # The token that holds the last character of </think> is the last of the thought.
-    last_character = closing + len("</think>") - 1
-    return bisect(range(len(body)), last_character, key=text_length) + 1
-
-
 def find_calls(tokenizer, body):
     """The calls in a body in a published form -> [CallBlock].
 
@@ -341,22 +322,21 @@ def find_calls(tokenizer, body):
     the turn would be taken for a final word."""
     names = {i: name for name, i in tokenizer.special.items()}
     marks = tokenizer.chat.marks()
-    skipped = find_thought(tokenizer, body)
     blocks = []
     first = None  # where the calls begin
     block = None  # the call that is open
     drafts = False  # did the thought hold calls?
-    thinking = skipped == len(body) > 0
-    may_close = skipped == 0  # a </think> may say that all before it was thought
+    thinking = False
+    may_close = True  # a </think> may say that all before it was thought
 
     for i, token in enumerate(body):
         name = names.get(token)
         mark = marks.get(name)
 
         # 1) Inside of a thought nothing counts but its end.
-        if i < skipped or thinking:
+        if thinking:
             drafts = drafts or mark is not None
-            if name == "</think>" and thinking:
+            if name == "</think>":
                 thinking, may_close, drafts = False, False, False
             continue
 

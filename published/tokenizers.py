@@ -1,18 +1,18 @@
 """published/tokenizers.py: the tokenizer of a published model, read from its folder, and that of a
 model trained here, written into one.
 
-Three formats are read: tiktoken.model (Kimi), tokenizer.json (transformers), vocab.json with
-merges.txt (Qwen2). All are byte-level BPE, so tiktoken can encode for each of them, if it merges in
-the same order: tiktoken merges by the id of what two tokens make, the others by a list of pairs. A
-folder for which that, or anything else, could give other ids than the original tokenizer gives is
-refused. One wrong id in a thousand would show nowhere but in a model that is a little worse.
+Two formats are read: tiktoken.model (Kimi) and tokenizer.json (transformers). Both are byte-level
+BPE, so tiktoken can encode for each of them, if it merges in the same order: tiktoken merges by the
+id of what two tokens make, the other by a list of pairs. A folder for which that, or anything else,
+could give other ids than the original tokenizer gives is refused. One wrong id in a thousand would
+show nowhere but in a model that is a little worse.
 
 A transcript needs control tokens. `PublishedTokenizer` takes the model's own where it has one with
-that meaning, and otherwise rows of its embedding that it never used. If it has all that its family
-writes turns with, it is a `ChatTokenizer`, which writes and reads the conversation in the family's
-form (chat.py); else turns and calls have the form of rollout.Tokenizer.
+that meaning, and otherwise rows of its embedding that it never used. It writes and reads the
+conversation in the form of the model's family (chat.py). A vocabulary without the marks of a known
+family is refused: no agent could speak to that model in the form that it was trained in.
 
-    make_tokenizer(**state)               that of a checkpoint; its class follows from its settings
+    make_tokenizer(**state)               that of a checkpoint
     read_tokenizer(folder, vocab)         that of a published model with `vocab` rows of embedding
     write_tokenizer(tokenizer, folder)    tokenizer.json, for transformers and its kin
 
@@ -45,11 +45,6 @@ from world.tools import name_arguments
 
 # ---------------------------------------------------------------- patterns and names
 
-# How Qwen2 cuts a text before it is encoded.
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # A word as Kimi cuts it, without Chinese characters: capitals and then small letters. How many of
 # each is filled in below: one of the two kinds may be missing.
 _KIMI_WORD = (
@@ -68,9 +63,6 @@ KIMI_SPLIT = "|".join(
         r"\s+",
     ]
 )
-# How the pre_tokenizer ByteLevel cuts a text, unless it is told not to.
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
 # What published models call the control tokens of a transcript. Where a model has several of the
 # names, the first one counts.
 OTHER_NAMES = {
@@ -92,6 +84,12 @@ OTHER_NAMES = {
 ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
 
 
+def require(condition, message):
+    """Raises a ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 def own_name(control, special):
     """The name that a tokenizer with these special tokens has for a control token of the
     transcript, or None"""
@@ -106,7 +104,9 @@ def own_name(control, special):
 
 class PublishedTokenizer(Tokenizer):
     """tiktoken.Encoding with the special tokens of a published model. Text never encodes to one of
-    them. Turns and calls are written in the form of rollout.Tokenizer.
+    them. Turns have the form of the model's family, see chat.py. So have calls where `chat.call` is
+    not empty; else they have that of rollout.Tokenizer. ValueError where no family is known that
+    has these special tokens.
 
     ranks: {bytes: id}. special: {name: id}. pattern: cuts a text into the pieces that are encoded.
     before: patterns that cut it before, each one the pieces that the last one left. nfc: does text
@@ -118,6 +118,8 @@ class PublishedTokenizer(Tokenizer):
         self.before = tuple(before)
         self.special = special
         self.nfc = nfc
+        self.chat = find_chat(special)
+        require(self.chat, "its special tokens are those of no family: Qwen, Kimi or DeepSeek")
         self.encoding = tiktoken.Encoding(
             "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
@@ -156,38 +158,6 @@ class PublishedTokenizer(Tokenizer):
             "nfc": self.nfc,
             "ends": sorted(self.ends),
         }
-
-    def read_action(self, body, start=0):
-        """As Tokenizer.read_action; a thought at the beginning holds no calls."""
-        return super().read_action(body, max(start, self.count_thought(body)))
-
-    def count_thought(self, body):
-        """How many tokens of a body in our own form belong to a thought: all through </think>, if
-        there is a <think> before the first call"""
-        # A model without these tokens has no thoughts.
-        opening = self.special.get("<think>", -1)
-        closing = self.special.get("</think>", -1)
-        if opening not in body:
-            return 0
-
-        # A <think> behind a call is no beginning of a thought.
-        start = body.index(opening)
-        if self.id["<|call|>"] in body[:start]:
-            return 0
-
-        # Where it is not closed, all of the body is thought.
-        if closing not in body[start:]:
-            return len(body)
-        return body.index(closing, start) + 1
-
-
-class ChatTokenizer(PublishedTokenizer):
-    """A PublishedTokenizer whose family has its own form of turns, see chat.py. Calls have the
-    family's form too, if `chat.call` is not empty."""
-
-    def __init__(self, ranks, special, **settings):
-        super().__init__(ranks, special, **settings)
-        self.chat = find_chat(special)
 
     def render_template(self, template, **words):
         """A string of a Chat -> tokens. words: what is filled into its fields. Control tokens come
@@ -343,21 +313,15 @@ class ChatTokenizer(PublishedTokenizer):
 
 
 def make_tokenizer(ranks, pattern=SPLIT, special=None, **settings):
-    """The tokenizer of the settings that a checkpoint holds. Without special tokens among them, it
-    is one that was trained here."""
-    if not special:
+    """The tokenizer of the settings that a checkpoint holds. One that was trained here has no
+    special tokens among them or, in an export, the transcript's own."""
+    own = {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
+    if (special or own) == own:
         return Tokenizer(ranks, pattern)
-    kind = ChatTokenizer if find_chat(special) else PublishedTokenizer
-    return kind(ranks, special, pattern=pattern, **settings)
+    return PublishedTokenizer(ranks, special, pattern, **settings)
 
 
 # ---------------------------------------------------------------- reading
-
-
-def require(condition, message):
-    """Raises a ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def read_json(path, missing=None):
@@ -383,18 +347,16 @@ WRONG_FILE = (
 
 def read_tokenizer(folder, vocab):
     """The tokenizer in the folder of a published model whose embedding has `vocab` rows:
-    tiktoken.model, tokenizer.json, or vocab.json with merges.txt. Anything that could give other
-    ids than the original is refused with a ValueError."""
+    tiktoken.model or tokenizer.json. Anything that could give other ids than the original is
+    refused with a ValueError."""
     folder = Path(folder)
     try:
         # 1) The vocabulary, by its format.
         named = read_named_tokens(folder)
         if (folder / "tiktoken.model").is_file():
             found = read_tiktoken(folder, named)
-        elif (folder / "tokenizer.json").is_file():
-            found = read_tokenizer_json(folder, named)
         else:
-            found = read_vocab_and_merges(folder, named)
+            found = read_tokenizer_json(folder, named)
 
         # 2) Control tokens for the transcript, and the tokens that end a turn.
         special = complete_special(found["ranks"], found["special"], vocab)
@@ -450,14 +412,6 @@ def read_tiktoken(folder, named):
     names = {i: name for name, i in named.items()}
     special = {names.get(i, f"<|reserved_token_{i}|>"): i for i in rows}
     return dict(ranks=ranks, pattern=KIMI_SPLIT, special=special)
-
-
-def read_vocab_and_merges(folder, named):
-    """vocab.json and merges.txt, as Qwen2's first folders have them"""
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    ranks = read_ranks(read_json(folder / "vocab.json"), merges, named)
-    return dict(ranks=ranks, pattern=QWEN2_SPLIT, special=named, nfc=True)
 
 
 # Settings of a BPE model that change what a text encodes to, unless they are off.
@@ -529,8 +483,7 @@ def read_cuts(pre_tokenizer):
     for step in steps:
         if step["type"] == "ByteLevel":
             require(not step.get("add_prefix_space"), "a space is put before the text")
-            if step.get("use_regex", True):
-                cuts.append(GPT2_SPLIT)
+            require(not step.get("use_regex", True), "ByteLevel cuts by a pattern of its own")
         else:
             settings = step["type"], step["behavior"], step.get("invert", False)
             require(settings == ("Split", "Isolated", False), f"{step!r:.80}")

@@ -1,11 +1,18 @@
 """A small random model as others publish theirs, and a tokenizer beside it"""
 
 import base64
+import json
 
 import torch
 
 from moe import ModelConfig
 from small import SIZES
+
+# How Qwen2 cuts a text before it is encoded.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def build_foreign_model(context):
@@ -16,6 +23,10 @@ def build_foreign_model(context):
 
 
 def write_byte_tokenizer(folder):
-    """A published tokenizer that knows the 256 bytes and no pair of them"""
+    """A published tokenizer that knows the 256 bytes and no pair of them, with Kimi's marks of
+    turns"""
     lines = (base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    marks = "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|>"
+    added = {256 + i: {"content": name} for i, name in enumerate(marks.split())}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))

@@ -15,12 +15,12 @@ import fast
 import feedback_distill
 from eval import logprob_gaps
 from published.tokenizers import (
-    QWEN2_SPLIT,
     complete_special,
     make_tokenizer,
     read_tokenizer,
     write_tokenizer,
 )
+from published_folder import QWEN2_SPLIT
 from rollout import (
     CONTROLS,
     Limits,
@@ -53,51 +53,26 @@ RANKS = train_bpe(
     600 - len(CONTROLS),
     QWEN2_SPLIT,
 )
+KIMI = """[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|>
+    <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|>
+    <|tool_call_argument_begin|> <|tool_call_end|>"""
+DEEPSEEK = """begin▁of▁sentence end▁of▁sentence User Assistant tool▁calls▁begin tool▁calls▁end
+    tool▁call▁begin tool▁call▁end tool▁sep tool▁outputs▁begin tool▁outputs▁end tool▁output▁begin
+    tool▁output▁end"""
 NAMES = {
-    "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
-    "kimi": [
-        "[BOS]",
-        "[EOS]",
-        "<|im_end|>",
-        "<|im_user|>",
-        "<|im_assistant|>",
-        "<|im_system|>",
-        "<|im_middle|>",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-    ],
-    "deepseek": [
-        f"<｜{name.replace(' ', '▁')}｜>"
-        for name in (
-            "begin of sentence",
-            "end of sentence",
-            "User",
-            "Assistant",
-            "tool calls begin",
-            "tool calls end",
-            "tool call begin",
-            "tool call end",
-            "tool sep",
-            "tool outputs begin",
-            "tool outputs end",
-            "tool output begin",
-            "tool output end",
-        )
-    ],
+    "qwen": "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call>".split(),
+    "kimi": KIMI.split(),
+    "deepseek": [f"<｜{name}｜>" for name in DEEPSEEK.split()],
 }
 NAMES["moonlight"] = NAMES["kimi"][:7]
 CALLS = [("read_file", ("a.py",)), ("edit_file", ("a.py", 'x = "é"\n', "x = {1}\n"))]
 TASK = Task("t", "Fix it {now}.", {"a.py": 'x = "é"\n'}, {}, tools=("edit_file", "read_file"))
 
 
-def published(family):
-    special = {name: len(RANKS) + i for i, name in enumerate(NAMES[family])}
-    return make_tokenizer(
-        RANKS, pattern=QWEN2_SPLIT, special=complete_special(RANKS, special, len(RANKS) + 40)
-    )
+def published(family, *more):
+    special = {name: len(RANKS) + i for i, name in enumerate([*NAMES[family], *more])}
+    special = complete_special(RANKS, special, len(RANKS) + 40)
+    return make_tokenizer(RANKS, pattern=QWEN2_SPLIT, special=special)
 
 
 def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
@@ -124,6 +99,16 @@ def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
             asked = play.send((body, np.zeros(len(body)), 0))
         except StopIteration as end:
             return end.value, contexts
+
+
+def spelled(ours, text):
+    """Text as a model samples it, control tokens by their names, and the end of the turn"""
+    parts = re.split("(" + "|".join(map(re.escape, ours.special)) + ")", text)
+    return [
+        token
+        for part in parts
+        for token in ([ours.special[part]] if part in ours.special else ours.encode(part))
+    ] + [ours.id["<|end|>"]]
 
 
 def arguments(edit=False):
@@ -276,71 +261,49 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
     assert n > 3 if summarised else n == 0
 
 
-READ = {
-    "qwen": [
-        (
-            'a<tool_call>{"name":"read_file","arguments":{"path":"b"}}</tool_call>',
-            "a",
-            [("read_file", ["b"], "")],
-        ),
-        (
-            '<tool_call>\n{"name": "cat", "arguments": {"x": "1", "y": "2"}}\n</tool_call>',
-            "",
-            [("cat", ["1", "2"], "")],
-        ),
-        (
-            '<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>',
-            "",
-            [("edit_file", [], "bad_arguments")],
-        ),
-        (
-            '<tool_call>\n{"name": "read_file", "arguments": {"path": 5}}\n</tool_call>',
-            "",
-            [("read_file", [], "bad_arguments")],
-        ),
-        (
-            '<tool_call>\n{"name": "read_file", "arguments": ["b"]}\n</tool_call>',
-            "",
-            [("read_file", [], "bad_arguments")],
-        ),
-        (
-            '<tool_call>\n{"name": "read_file", "arguments": {"path"}}\n</tool_call>',
-            "",
-            [("read_file", [], "bad_arguments")],
-        ),
-        ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]),
-        ("</tool_call> no call", "", [("", [], "bad_arguments")]),
-        ("a plain word", "a plain word", []),
-    ],
-    "kimi": [
-        (
-            '<|tool_calls_section_begin|><|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>',
-            "",
-            [("read_file", ["b"], "")],
-        ),
-        ("a<|tool_calls_section_begin|>", "a", [("", [], "bad_arguments")]),
-    ],
+def call(given, name="read_file"):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>'
+
+
+# family, text, the words before the calls, the calls as (name, arguments, error)
+BEGIN, SEP = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+OPEN = "<|tool_calls_section_begin|>"
+UNREAD, WRONG = [("", [], "bad_arguments")], [("read_file", [], "bad_arguments")]
+READ = [
+    ("qwen", "a" + call('{"path":"b"}'), "a", [("read_file", ["b"], "")]),
+    ("qwen", call('{"x": "1", "y": "2"}', "cat"), "", [("cat", ["1", "2"], "")]),
+    ("qwen", call('{"new": "n"}', "edit_file"), "", [("edit_file", [], "bad_arguments")]),
+    ("qwen", call('{"path": 5}'), "", WRONG),
+    ("qwen", call('["b"]'), "", WRONG),
+    ("qwen", call('{"path"}'), "", WRONG),
+    ("qwen", call("{}").replace("arguments", "parameters"), "", WRONG),
+    ("qwen", "x<tool_call>read_file a.py", "x", UNREAD),
+    ("qwen", "</tool_call> no call", "", UNREAD),
+    ("qwen", "a plain word", "a plain word", []),
+    (
+        "kimi",
+        OPEN
+        + '<|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>',
+        "",
+        [("read_file", ["b"], "")],
+    ),
+    ("kimi", "a" + OPEN, "a", UNREAD),
     # as V3.1 writes it
-    "deepseek": [
-        (
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{"path": "b"}<｜tool▁call▁end｜>',
-            "",
-            [("read_file", ["b"], "")],
-        )
-    ],
-}
+    (
+        "deepseek",
+        BEGIN + "read_file" + SEP + '{"path": "b"}<｜tool▁call▁end｜>',
+        "",
+        [("read_file", ["b"], "")],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "family, text, words, calls",
-    [(family, *case) for family, cases in READ.items() for case in cases],
-)
+@pytest.mark.parametrize("family, text, words, calls", READ)
 def test_calls_are_read_as_they_may_come(family, text, words, calls):
     ours = published(family)
-    said, found = ours.read_action(
-        [*ours.render_template(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]]
-    )
+    said, found = ours.read_action(spelled(ours, text))
     assert said == words and [(call.name, call.args, call.error) for call in found] == calls
+    assert all(call.output for call in found if call.error and call.name)
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_not_run():
@@ -453,16 +416,6 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
 
 
 # ---------------------------------------------------------------- what models write, against their families' own readers
-
-
-def spelled(ours, text):
-    """Text as a model samples it, control tokens by their names, and the end of the turn"""
-    parts = re.split("(" + "|".join(map(re.escape, ours.special)) + ")", text)
-    return [
-        token
-        for part in parts
-        for token in ([ours.special[part]] if part in ours.special else ours.encode(part))
-    ] + [ours.id["<|end|>"]]
 
 
 WRITTEN = {
@@ -700,27 +653,8 @@ def read_plainly(family, text):
 @pytest.mark.parametrize("family", EXPECTED)
 def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
     ours, rng = published(family), random.Random(0)
-    letters = [
-        "a",
-        "é",
-        "\n",
-        "\t",
-        '"',
-        "\\",
-        "}",
-        "{",
-        ":",
-        ",",
-        "```",
-        "\n```",
-        "</tool_call>",
-        "<|im_end|>",
-        "<｜tool▁sep｜>",
-        "\u2028",
-        "😀",
-        "\x07",
-        " ",
-    ]
+    letters = ["a", "é", "\n", "\t", '"', "\\", "}", "{", ":", ",", "```", "\n```", "\u2028", "😀"]
+    letters += ["</tool_call>", "<|im_end|>", "<｜tool▁sep｜>", "\x07", " "]
     for _ in range(150):
         texts, wanted = [], []
         for number in range(rng.randrange(1, 4)):
@@ -829,19 +763,12 @@ def test_kimis_demonstrations_count_through_the_context_and_begin_anew_behind_a_
 
 
 def thinking(family):
-    special = {
-        name: len(RANKS) + i for i, name in enumerate([*NAMES[family], "<think>", "</think>"])
-    }
-    return make_tokenizer(
-        RANKS, pattern=QWEN2_SPLIT, special=complete_special(RANKS, special, len(RANKS) + 40)
-    )
+    return published(family, "<think>", "</think>")
 
 
-@pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("family", EXPECTED)
-def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
-    """With <think> as a token of the tokenizer, and as the plain text that it is for some models"""
-    ours = thinking(family) if tokens else published(family)
+def test_what_is_drafted_in_a_thought_is_no_call(family):
+    ours = thinking(family)
     edit = lambda n: written(
         family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": f"{n}\n"})
     )
@@ -851,9 +778,6 @@ def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
         ("<think>\n\n</think>\n\n", True),
         (f"I could {edit(1)}, no.</think>", True),
     ):
-        if not tokens and not thought.startswith("<think>"):
-            # Where <think> is plain text, words before a lone </think> need not be a thought.
-            continue
         body = spelled(ours, thought + (edit(3) if calls else "Nothing to do."))
         rollout, _ = played(ours, [body, ours.write_action("Done.", [])][: 1 + calls])
         assert rollout.files.get("b.py") == ("3\n" if calls else None) and rollout.finished
@@ -1045,14 +969,14 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
 # ---------------------------------------------------------------- folders that would be read as another tokenizer
 
 
-def folder_of(tmp_path, **changes):
-    """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes
-    to it"""
-    special = {name: len(RANKS) + i for i, name in enumerate(CONTROLS)}
-    write_tokenizer(make_tokenizer(RANKS, pattern=QWEN2_SPLIT, special=special), tmp_path)
+def folder_of(tmp_path, names=NAMES["qwen"], **changes):
+    """tokenizer.json of a small tokenizer with special tokens of these names, and changes to it"""
+    write_tokenizer(make_tokenizer(RANKS, pattern=QWEN2_SPLIT), tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    raw["added_tokens"] = [{**raw["added_tokens"][0], "content": "<|endoftext|>"}]
+    raw["added_tokens"] = [
+        {"id": len(RANKS) + i, "content": name, "special": True} for i, name in enumerate(names)
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps({**raw, **changes}))
     return tmp_path
 
@@ -1083,35 +1007,21 @@ def test_steps_that_the_original_would_take_otherwise_are_refused(steps, words, 
     )
 
 
-@pytest.mark.parametrize(
-    "file, content",
-    [
-        ("added_tokens.json", {"<|im_start|>": 7, "<|im_end|>": 8}),
-        (
-            "tokenizer_config.json",
-            {
-                "added_tokens_decoder": {
-                    "7": {"content": "<|im_start|>"},
-                    "8": {"content": "<|im_end|>"},
-                }
-            },
-        ),
-    ],
-)
-def test_special_tokens_that_another_file_names_are_special(file, content, tmp_path):
-    folder, first = folder_of(tmp_path), len(RANKS)
-    (folder / file).write_text(
-        json.dumps(content).replace("7", str(first + 1)).replace("8", str(first + 2))
-    )
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_special_tokens_that_another_file_names_are_special(file, tmp_path):
+    folder, first = folder_of(tmp_path, ["<|endoftext|>"]), len(RANKS)
+    # Without marks of turns it is of no family.
+    with pytest.raises(ValueError, match="of no family"):
+        read_tokenizer(folder, first + 40)
+    content = {"<|im_start|>": first + 1, "<|im_end|>": first + 2}
+    if file == "tokenizer_config.json":
+        content = {"added_tokens_decoder": {i: {"content": name} for name, i in content.items()}}
+    (folder / file).write_text(json.dumps(content))
     ours = read_tokenizer(folder, first + 40)
-    assert (ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]) == (
-        first + 1,
-        first + 2,
-        first,
-    )
-    assert max(ours.encode("<|im_start|><|im_end|>")) < first and len(set(ours.id.values())) == len(
-        CONTROLS
-    )
+    found = ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]
+    assert found == (first + 1, first + 2, first)
+    assert max(ours.encode("<|im_start|><|im_end|>")) < first
+    assert len(set(ours.id.values())) == len(CONTROLS)
     (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="two ids"):
         read_tokenizer(folder, first + 40)
@@ -1121,12 +1031,14 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
 def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tmp_path):
     """There every text that holds it has its id. Behind a sign it is a control token, special or
     not."""
-    added = [{"id": len(RANKS), "content": word, "special": False}]
+    raw = json.loads((folder_of(tmp_path) / "tokenizer.json").read_text())
+    *others, last = raw["added_tokens"]
+    added = [*others, {**last, "content": word, "special": False}]
     with pytest.raises(ValueError, match=re.escape(word)):
         read_tokenizer(folder_of(tmp_path, added_tokens=added), len(RANKS) + 40)
-    added[0]["content"] = "<tool_call>"
+    added = [*others, {**last, "special": False}]
     ours = read_tokenizer(folder_of(tmp_path, added_tokens=added), len(RANKS) + 40)
-    assert ours.special["<tool_call>"] == len(RANKS)
+    assert ours.special["</tool_call>"] == last["id"]
 
 
 def test_what_a_server_drops_and_closes_up_when_it_decodes_is_no_part_of_a_call(tmp_path):
@@ -1138,15 +1050,6 @@ def test_what_a_server_drops_and_closes_up_when_it_decodes_is_no_part_of_a_call(
     assert dropped == set(CONTROLS) - {"<|call|>", "<|arg|>"}
     assert config["clean_up_tokenization_spaces"] is False
     assert read_tokenizer(tmp_path, tokenizer.vocab).id == tokenizer.id
-
-
-def test_a_call_without_arguments_keeps_its_name_and_says_what_is_wrong():
-    ours = published("qwen")
-    text = '<tool_call>\n{"name": "read_file", "parameters": {"path": "a.py"}}\n</tool_call>'
-    body = spelled(ours, text)
-    (call,) = ours.read_action(body)[1]
-    assert (call.name, call.error) == ("read_file", "bad_arguments")
-    assert "JSON object" in call.output
 
 
 def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_path):

@@ -346,13 +346,6 @@ def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
     assert train.demonstration_levels([4, 9]) == [4, 4, 4, 9]
 
 
-def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
-    """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
-    for dtype in ("float32", "bfloat16"):
-        optimizer = build_pretrain(f"--dtype={dtype}").make_optimizer()
-        assert optimizer.ns_dtype == getattr(torch, dtype)
-
-
 def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(
     run, tmp_path, capsys
 ):
@@ -695,13 +688,12 @@ def test_ranks_that_read_other_texts_end_before_they_begin(tmp_path):
 
 
 def test_a_published_folder_is_known_by_the_ends_of_its_files(tmp_path):
-    for name in ("a", "b", "c"):
+    digests = []
+    for name, end in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(3 << 20) + name.encode()[:1])
-    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "b")
-    a, b, c = [output_files.digest_ends(tmp_path / name) for name in ("a", "b", "c")]
-    assert a == b != c
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(3 << 20) + end)
+        digests.append(output_files.digest_ends(tmp_path / name))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
@@ -1109,44 +1101,20 @@ RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
 def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(
     published, tmp_path, monkeypatch, capsys
 ):
-    # The defaults of fine-tuning: a given flag wins over them, and a run from noise has others.
-    for stage in train.ORDER:
-        fine, own, noise = (
-            train.FLAGS.configure({**flags, "stage": stage}, stage)
-            for flags in (
-                {"init_from": str(published)},
-                {"init_from": str(published), "adam_lr": 0.1, "seq_len_warmup": 0.5},
-                {},
-            )
-        )
-        assert fine.adam_lr == (1e-6 if stage == "rl" else 1e-5)
-        assert fine.seq_len_warmup == 0 and fine.lr < noise.lr / 50
-        assert (own.adam_lr, own.seq_len_warmup) == (0.1, 0.5)
-        assert noise.adam_lr > 100 * fine.adam_lr
-        rates = [
-            train.bias_rate(SimpleNamespace(config=replace(config, router_replay=False)))
-            for config in (fine, noise)
-        ]
-        assert rates == [0, train.BALANCE_RATE]
-    out = tmp_path / "out"
-    train.main(
-        [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
-    )
+    fine = configure([f"--init_from={published}", "--stage=sft"], "sft")
+    assert train.bias_rate(SimpleNamespace(config=fine)) == 0
+    assert train.bias_rate(SimpleNamespace(config=train.Config())) == train.BALANCE_RATE
+    out, sft = tmp_path / "out", ["--stage=sft", "--steps=4", f"--init_from={published}"]
+    train.main([*FROM_PUBLISHED, *sft, f"--out={out}"])
     before, after = load_model(published).state_dict(), weights(out / "sft")
-    assert all(
-        0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
-        for name in ("embed.weight", "head.weight", "layers.0.attn.wq")
-    )
-    assert all(
-        torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
-    )
+    for name in ("embed.weight", "head.weight", "layers.0.attn.wq"):
+        assert 0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
+    for name, w in before.items():
+        assert torch.equal(after[name], w) or not name.endswith("router.bias")
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
     config = checkpoints.load_extra(out / "rl")["config"]
-    assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
-        str(published),
-        1e-6,
-        "adamw",
-    )
+    made = config["init_from"], config["adam_lr"], config["optimizer"]
+    assert made == (str(published), 1e-6, "adamw")
     monkeypatch.chdir(tmp_path)
     for spelled in ("published", f"{published}/", "out/../published"):
         capsys.readouterr()
@@ -1256,19 +1224,10 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
 ):
     """Also: a stage may be chosen, and the weights' dtype, which is that of the run; without the
     folder that a run began from, nothing."""
-    (published / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "auto_map": {
-                    "AutoTokenizer": ["tokenization_own.Own", None],
-                    "a": "../outside.X",
-                    "b": "other/model--code.X",
-                    "c": "gone.X",
-                    "d": f"{tmp_path}/outside.X",
-                }
-            }
-        )
-    )
+    path = published / "tokenizer_config.json"
+    outside = {"a": "../outside.X", "b": "other/model--code.X", "c": f"{tmp_path}/outside.X"}
+    classes = {"AutoTokenizer": ["tokenization_own.Own", None], "d": "gone.X", **outside}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": classes}))
     texts = {
         "tokenization_own.py": "from .helper import x\nraise SystemExit('was run')\n",
         "helper.py": "x = 1\n",
@@ -1276,12 +1235,9 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "special_tokens_map.json": "{}",
         "added_tokens.json": "{}",
         "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8, "pad_token_id": 3}',
-        "modeling.py": "",
-        "README.md": "",
-        "../outside.py": "",
-        "notes.json": "{}",
     }
-    for name, text in texts.items():
+    others = dict.fromkeys(["modeling.py", "README.md", "../outside.py", "notes.json"], "")
+    for name, text in {**texts, **others}.items():
         (published / name).write_text(text)
     out = f"--out={tmp_path}/out"
     common = [*FROM_PUBLISHED, "--weight_dtype=bfloat16", out]
@@ -1289,49 +1245,41 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
     train.main([*common, *RL])
     capsys.readouterr()
     for words, says in (
-        (["--steps=3"], "--steps does nothing beside --export"),
-        ([f"--init_from={published}"], "--init_from does nothing"),
-        (["--stage=long"], "out/long: not a complete checkpoint"),
-        (["--weight_dtype=fp8"], "float32, bfloat16"),
+        ("--steps=3", "--steps does nothing beside --export"),
+        (f"--init_from={published}", "--init_from does nothing"),
+        ("--stage=long", "out/long: not a complete checkpoint"),
+        ("--weight_dtype=fp8", "float32, bfloat16"),
     ):
-        assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
-    for name, words in {
-        "rl": [],
-        "sft": ["--stage=sft"],
-        "wide": ["--weight_dtype=float32"],
-    }.items():
+        assert says in refused([out, f"--export={tmp_path}/no", words], capsys)
+
+    # Of the last stage, of another one, in another dtype.
+    chosen = {"rl": (), "sft": ("--stage=sft",), "wide": ("--weight_dtype=float32",)}
+    for name, words in chosen.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
-        loaded, trained = load_model(tmp_path / name).state_dict(), weights(
-            tmp_path / "out" / ("sft" if name == "sft" else "rl")
-        )
-        assert all(
-            torch.equal(loaded[key], w) for key, w in trained.items() if not key.endswith("load")
-        )
+        trained = weights(tmp_path / "out" / ("sft" if name == "sft" else "rl"))
+        loaded = load_model(tmp_path / name).state_dict()
+        for key, w in trained.items():
+            assert torch.equal(loaded[key], w) or key.endswith("load")
     size = lambda name: (tmp_path / name / "model.safetensors").stat().st_size
     assert size("wide") > 1.8 * size("rl")
-    assert {path.name for path in (tmp_path / "rl").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tiktoken.model",
-        "tokenizer_config.json",
-        *list(texts)[:6],
-    }
+    own = {"config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "rl").iterdir()} == own | set(texts)
+
+    # The end that turns are written with, and those that the model was published with.
     read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
-    end = train.eval.load_policy(tmp_path / "out")[1].id["<|end|>"]
-    # the end that turns are written with, and those that the model was published with
-    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
-        7,
-        [end, 8, 9],
-        None,
-    ]
-    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "pad_token_id": 3}
-    assert train.eval.load_policy(tmp_path / "out")[1].ends == {end, 8, 9}
+    tokenizer = evaluation.load_policy(tmp_path / "out")[1]
+    ends = [tokenizer.id["<|end|>"], *sorted(tokenizer.ends - {tokenizer.id["<|end|>"]})]
+    assert tokenizer.ends >= {8, 9}
+    ids = [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+    assert ids == [7, ends, None]
+    assert read("generation_config.json") == {"eos_token_id": ends, "pad_token_id": 3}
+
+    # Without the folder that the run began from.
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
     shutil.rmtree(published)
-    assert f"{published}, which this run began from, is not there" in refused(
-        [out, f"--export={tmp_path}/no"], capsys
-    )
+    said = f"{published}, which this run began from, is not there"
+    assert said in refused([out, f"--export={tmp_path}/no"], capsys)
     assert not (tmp_path / "no").exists()
 
 
@@ -1421,20 +1369,15 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
 def test_groups_hold_every_segment_once_a_round_and_fit_their_tokens():
     lengths = np.random.default_rng(0).integers(50, 500, 400)
     groups = train.length_groups(lengths, 2048, 150, 7)
-    assert len(groups) == 150
     order = [i for group in groups for i in group]
     # Every 400 places are a round, in which each segment comes once.
     for start in range(0, len(order) - 399, 400):
         assert sorted(order[start : start + 400]) == list(range(400))
     for group in groups:
-        longest = -(-max(lengths[i] for i in group) // 64) * 64
-        assert (
-            len(group) <= 2048 // longest
-            and max(lengths[i] for i in group) - min(lengths[i] for i in group) < 300
-        )
-    assert all(len(g) for g in groups) and [list(g) for g in groups] == [
-        list(g) for g in train.length_groups(lengths, 2048, 150, 7)
-    ]
+        shortest, longest = min(lengths[i] for i in group), max(lengths[i] for i in group)
+        assert 0 < len(group) <= 2048 // (-(-longest // 64) * 64) and longest - shortest < 300
+    again = train.length_groups(lengths, 2048, 150, 7)
+    assert len(groups) == 150 and list(map(list, groups)) == list(map(list, again))
 
 
 @pytest.mark.parametrize("step, copied", [(0, 3), (3, 1)])
@@ -1518,9 +1461,12 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
     ]
 
 
-def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
-    r = build_pretrain()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(dtype):
+    r = build_pretrain(f"--dtype={dtype}")
     optimizer = r.make_optimizer()
+    # A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones.
+    assert optimizer.ns_dtype == getattr(torch, dtype)
     rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
     held = [id(p) for p in [*rest, *matrices, *outputs]]
     assert sorted(held) == sorted(id(p) for p in r.model.parameters())
