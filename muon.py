@@ -304,15 +304,16 @@ class MuonTask:
                     self.recvs.append(route)
 
 
-# Tasks in flight at once, and bytes of a task per rank: large, since each costs a GPU some launches;
-# on a CPU what its cache holds.
-WINDOW, TASK_BYTES = 3, {"cpu": 3 << 20, "cuda": 32 << 20}
+WINDOW = 3  # tasks in flight at once
+# Bytes of a task per rank. On a CPU it fits the cache; on a GPU it is large, since each costs some
+# launches.
+CPU_TASK, GPU_TASK = 3 << 20, 32 << 20
 
 
 def plan_tasks(sharded_params, itemsize):
     """Cut all units into tasks. Units that travel: per process group about three tasks, so that
-    there is something to overlap, and more where a task would pass TASK_BYTES per rank. Units that
-    stay: tasks of TASK_BYTES, which fill the waiting time."""
+    there is something to overlap, and more where a task would pass its size per rank. Units that
+    stay: tasks of that size, which fill the waiting time."""
     by_group = defaultdict(list)
     for sharded in sharded_params:
         units = [Unit(sharded, n) for n in range(sharded.shape[0])]
@@ -329,7 +330,7 @@ def plan_tasks(sharded_params, itemsize):
         at_home = [u for u in units if not u.travels() and u.owner == sharded.rank]
 
         third = itemsize * sum(math.prod(unit.shape) for unit in travelling) // 3
-        size = TASK_BYTES[sharded.param.device.type]
+        size = CPU_TASK if sharded.param.device.type == "cpu" else GPU_TASK
         moving += cut_tasks(travelling, itemsize, min(third, size * len(sharded.blocks)))
         staying += cut_tasks(at_home, itemsize, size)
 

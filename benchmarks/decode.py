@@ -6,10 +6,9 @@ floor.
 
 A decoding step from the cache of latents is compared with a full forward for every token (without a
 cache), and with its own matrix products alone, which no other way of writing it can do without. The
-same for a step that is fed a draft of three tokens as well. Then whole rollouts with tool calls:
-continuous batching (a row that ends makes room at once) against static batching (a batch begins and
-ends together), and against rollout.py's plain sampler (one agent after the other, one token at a
-time) with the same model.
+same for a step that is fed a draft of three tokens as well. Then whole rollouts with tool calls, by
+continuous batching (a row that ends makes room at once) and by rollout.py's plain sampler (one
+agent after the other, one token at a time) with the same model.
 
 Left out: the agents' thinking. A synthetic agent asks for turns of drawn lengths, and every third
 of its tools takes a tenth of a second.
@@ -26,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
-from fast.sampler import Sampler
-from fast.sampler import sampling_model
+from fast.sampler import Sampler, sampling_model
 from command.hardware import fast_dtype
 from moe import Cache
 from rollout import Rollout, Request, Tokenizer, Work, random_model, sample_from_logits
@@ -182,71 +180,30 @@ def synthetic_agent(rng, sampled):
     return Rollout(None, [])
 
 
-class StaticBatching(Sampler):
-    """Continuous batching is measured against this. All agents of a batch begin together. Each turn
-    waits for the longest turn and the slowest tool of the batch, and a new batch waits for the last
-    agent to end. Rows that wait are fed with the others. Rows that ended are taken out, which is an
-    advantage for this class."""
+def bench_samplers(sampler_model, tokenizer, rollouts):
+    """Whole rollouts: how much faster they are together than one agent after the other"""
+    # As many agents as rows, each with a context of up to 1,024 tokens.
+    samplers = {
+        "continuous batching": Sampler(sampler_model, tokenizer, ROWS, 1024),
+        "plain sampler": PlainSampler(sampler_model, tokenizer, 1024),
+    }
 
-    def padded_batch_size(self, active, rows):
-        # All rows are fed, not only the active ones, as a multiple of 8 as in the base class.
-        return len(rows) + -len(rows) % 8
-
-    def handle_turns(self, rows, queue, done, on_end):
-        # Nothing happens before the last row has finished its turn. New agents are admitted only
-        # when no row is left.
-        if not any(row.sampling for row in rows):
-            rows = super().handle_turns(rows, [] if rows else queue, done, on_end)
-            # An empty queue admits nobody while the tools run.
-            while any(row.tool for row in rows):
-                rows = super().handle_turns(rows, [], done, on_end)
-        return rows
-
-
-def sample_rollouts(make_sampler, rollouts):
-    """Runs `rollouts` synthetic agents -> the number of tokens that were sampled for them"""
-    sampler, sampled = make_sampler(), []
-    # Each agent has its own generator, so the same agents run every time and with every sampler.
-    agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(rollouts)]
-    sampler.run(agents, list(range(rollouts)), patient=isinstance(sampler, StaticBatching))
-    return sum(sampled)
-
-
-def compare_samplers(samplers, rollouts, rounds):
-    """samplers: {name: a function that makes a sampler}. The last one is the base of the ratios."""
-    # Rounding in bf16 depends on the batch, so two samplers may draw different tokens. Each counts
-    # its own, and the time per token is compared.
+    # Rounding in bf16 depends on the batch, so the two may draw different tokens. Each counts its
+    # own, and the time per token is compared.
     tokens = {}
 
     def play(name):
-        tokens[name] = sample_rollouts(samplers[name], rollouts)
+        # Each agent has its own generator, so the same agents run every time.
+        sampled = []
+        agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(rollouts)]
+        samplers[name].run(agents, list(range(rollouts)), patient=False)
+        tokens[name] = sum(sampled)
 
     calls = {name: partial(play, name) for name in samplers}
-    seconds = measure_seconds(calls, rounds, min, budget=5.0)
-    print_speeds(
-        f"{rollouts} rollouts with tool calls, the time of one sampled token",
-        {name: t / tokens[name] for name, t in seconds.items()},
-        base=list(samplers)[-1],
-        unit="tokens",
-    )
-
-
-def bench_samplers(sampler_model, tokenizer, quick):
-    """Whole rollouts: how much faster continuous batching is than static batching and than one
-    agent after the other"""
-    # Up to ROWS agents at once, each with a context of up to 1,024 tokens; the plain sampler takes
-    # one agent at a time.
-    continuous = partial(Sampler, sampler_model, tokenizer, ROWS, 1024)
-    static = partial(StaticBatching, sampler_model, tokenizer, ROWS, 1024)
-    plain = partial(PlainSampler, sampler_model, tokenizer, 1024)
-
-    # Three times as many rollouts as rows, so that an agent that ends makes room for another.
-    samplers = {"continuous batching": continuous, "static batching": static}
-    compare_samplers(samplers, 6 if quick else 96, rounds=1)
-
-    # The plain sampler is slow: it gets as many rollouts as the other has rows.
-    samplers = {"continuous batching": continuous, "plain sampler": plain}
-    compare_samplers(samplers, 2 if quick else ROWS, rounds=1)
+    seconds = measure_seconds(calls, 1, min, budget=5.0)
+    title = f"{rollouts} rollouts with tool calls, the time of one sampled token"
+    each = {name: t / tokens[name] for name, t in seconds.items()}
+    print_speeds(title, each, "plain sampler", unit="tokens")
 
 
 def main(argv):
@@ -256,7 +213,7 @@ def main(argv):
     tokenizer = byte_tokenizer()
     model, sampler_model = build_models(tokenizer, quick)
     bench_steps(model, sampler_model, quick)
-    bench_samplers(sampler_model, tokenizer, quick)
+    bench_samplers(sampler_model, tokenizer, 2 if quick else ROWS)
 
 
 if __name__ == "__main__":

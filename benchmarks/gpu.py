@@ -13,7 +13,6 @@ has the screen of each part and its rows, written one by one: a run that is cut 
     device_tests    python -m pytest -m device
     job             train.py --scale=gpu, every stage cut short
     speed           optimizer, mixture of experts and decoding, beside others and beside a floor
-    low_precision   what MXFP8 and NVFP4 cost: in hardware where there is any, else emulated
 
 Exit code: 0 when every part ended and every check holds, 1 when not, 2 when it cannot run here.
 The run on a CPU says nothing about speed. It shows that the command still works.
@@ -36,7 +35,7 @@ import torch
 
 from benchmarks.harness import ROOT, make_parser
 from command import flags
-from command.output_files import current_commit, to_json
+from command.output_files import check_writable, current_commit, to_json
 
 usage_error = partial(flags.usage_error, program="benchmarks.gpu")
 
@@ -83,7 +82,6 @@ training step, without the second model and the cache that rollouts need.""",
 Times X: our time over that of X. The floor of an optimizer step are the products of Newton-Schulz
 alone; that of decoding are the bytes that it reads, at the copy speed of the first table.""",
     ),
-    "low_precision": Part("gpu_speed.measure_low_precision", 30, "Low precision"),
 }
 
 
@@ -109,13 +107,12 @@ def parse_arguments(argv):
 def prepare_folder(out):
     """Makes the folder and removes the rows of an earlier run, so that nobody takes them for rows
     of this run"""
-    # Opening a temporary file shows that the folder can be written to.
     try:
-        (out / "parts").mkdir(parents=True, exist_ok=True)
+        check_writable(out / "parts", [])
+        check_writable(out, ["gpu.json", "gpu.md"])
         for name in PARTS:
             for old in (out / "parts").glob(f"{name}*"):
                 old.unlink()
-        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         usage_error(f"--out={out} cannot be written: {error.strerror or error}")
 

@@ -1,14 +1,14 @@
 """benchmarks/gpu_equality.py: the same computations on the CPU and on the device, each with a
-limit; a part of benchmarks/gpu.py.
+limit; a part of benchmarks/gpu.py, and tests of the device (tests/test_device.py).
 
 Weights and inputs are drawn on the CPU, so both devices get the same. On a CPU every difference
 is zero, but for what compares two ways of computing one thing (decoding from a cache).
 
 Left out: the sampler beside the trainer, which the part `job` compares in a step of RL; sampling,
-distillation and low precision, which are tests of the device (tests/test_device.py).
+distillation and low precision, which are tests of the device alone.
 """
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -71,21 +71,28 @@ def draw_tokens(rows, length):
     return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(2))
 
 
-def run_backward(device, dtype, **changes):
-    """-> hidden states (B, T, D), log-probs (B, T), and the gradients of all parameters as one flat
-    vector"""
+@cache
+def backward_errors(device, kind):
+    """{what: relative error against the CPU} of a forward and backward of one architecture, fp32"""
+    expected, found = (run_backward(where, **ARCHITECTURES[kind]) for where in ("cpu", device))
+    return {what: relative_error(found[what], expected[what]) for what in expected}
+
+
+def run_backward(device, dtype=torch.float32, **changes):
+    """-> {"hidden states": (B, T, D), "log-probs": (B, T), "gradients": of all parameters as one
+    flat vector}"""
     model = build_small_model(device, dtype, **changes).train()
-    tokens = draw_tokens(2, 600) if changes.get("context") == 600 else draw_tokens(4, 200)
-    tokens = tokens.to(device)
+    tokens = draw_tokens(2, model.config.context).to(device)
     hidden = model(tokens[:, :-1])
     logprobs = model.logprobs(hidden, tokens[:, 1:])
     (-logprobs.mean()).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return hidden.detach(), logprobs.detach(), gradient
+    found = {"hidden states": hidden, "log-probs": logprobs, "gradients": gradient}
+    return {what: tensor.detach() for what, tensor in found.items()}
 
 
 @torch.inference_mode()
-def decoding_error(device, dtype):
+def decoding_error(dtype, device):
     """Relative error of the logits of 50 tokens: decoded one by one behind a prefill of 150 tokens,
     against one forward of all 200"""
     # The model that trains, and its copy in the form that only generates.
@@ -131,47 +138,39 @@ def five_optimizer_steps(device):
 def training_step_differences(device):
     """How many numbers of the gradient differ between two runs of one training step. 0 says that
     the device computes the same bits every time."""
-    gradients = [run_backward(device, torch.bfloat16)[2] for _ in range(2)]
+    gradients = [run_backward(device, torch.bfloat16)["gradients"] for _ in range(2)]
     return count_different(*gradients)
+
+
+def optimizer_error(device):
+    return relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu"))
+
+
+def list_checks():
+    """-> {what is computed twice: (the limit of what differs, a function of the device)}"""
+    # Forward and backward of every architecture, against the CPU.
+    checks = {}
+    for kind in ARCHITECTURES:
+        for what in ("hidden states", "log-probs", "gradients"):
+            checks[f"{kind}: {what}, fp32"] = FP32, partial(find_backward_error, kind, what)
+
+    # The device against itself: two ways of computing the same logits, and the same bits again.
+    decoding = "prefill and decoding against one forward"
+    checks[f"{decoding}, fp32"] = FP32, partial(decoding_error, torch.float32)
+    checks[f"{decoding}, bf16"] = BF16, partial(decoding_error, torch.bfloat16)
+    checks["two runs of a training step, bf16"] = 0, training_step_differences
+    checks["Muon and AdamW, five steps, fp32"] = FP32, optimizer_error
+    return checks
+
+
+def find_backward_error(kind, what, device):
+    return backward_errors(device, kind)[what]
 
 
 def check_equality(bench):
     """All checks of this part"""
     # TF32 would round the factors of an fp32 product to 10 bits: this part compares fp32 itself.
     torch.backends.cuda.matmul.allow_tf32 = False
-
-    def check(what, limit, measure, *inputs):
-        table = "equality: relative error, or numbers that differ"
-        bench.check(table, what, limit, partial(measure, *inputs))
-
-    # Forward and backward of every architecture. The first check runs each device once and leaves
-    # the gradients in `results` for the second.
-    for label, changes in ARCHITECTURES.items():
-        results = {}
-        check(f"{label}: hidden states, fp32", FP32, hidden_error, bench.device, results, changes)
-        check(f"{label}: gradients, fp32", FP32, gradient_error, results)
-
-    # The device against itself: two ways of computing the same logits.
-    decoding = "prefill and decoding against one forward"
-    check(f"{decoding}, fp32", FP32, decoding_error, bench.device, torch.float32)
-    check(f"{decoding}, bf16", BF16, decoding_error, bench.device, torch.bfloat16)
-
-    # The optimizer against the CPU, and whether the device repeats its own bits.
-    check("Muon and AdamW, five steps, fp32", FP32, optimizer_error, bench.device)
-    check("two runs of a training step, bf16", 0, training_step_differences, bench.device)
-
-
-def hidden_error(device, results, changes):
-    """Relative error of the hidden states of one architecture. It runs on both devices here, and
-    `results` keeps the outputs for gradient_error."""
-    for name, where in (("cpu", "cpu"), ("device", device)):
-        results[name] = run_backward(where, torch.float32, **changes)
-    return relative_error(results["device"][0], results["cpu"][0])
-
-
-def gradient_error(results):
-    return relative_error(results["device"][2], results["cpu"][2])
-
-
-def optimizer_error(device):
-    return relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu"))
+    table = "equality: relative error, or numbers that differ"
+    for what, (limit, measure) in list_checks().items():
+        bench.check(table, what, limit, partial(measure, bench.device))

@@ -1,8 +1,7 @@
-"""benchmarks/gpu_speed.py: optimizer, mixture of experts, decoding and low precision; two parts
-of benchmarks/gpu.py.
+"""benchmarks/gpu_speed.py: optimizer, mixture of experts and decoding; a part of benchmarks/gpu.py.
 
-Each is measured beside what one would use instead (torch.optim.Muon, a dense layer, bf16) or beside
-a floor, the least time that the device needs: the matrix products of Newton-Schulz alone, or the
+Each is measured beside what one would use instead (torch.optim.Muon, a dense layer) or beside a
+floor, the least time that the device needs: the matrix products of Newton-Schulz alone, or the
 bytes of a decoding step at the measured copy speed. What is compared is what benchmarks/muon.py,
 train_step.py and decode.py compare, at the sizes of a GPU.
 
@@ -10,7 +9,6 @@ Left out: transformers, beside which benchmarks/train_step.py puts a whole model
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,8 +19,8 @@ from benchmarks.decode import decoding_step
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
 from benchmarks.muon import build_steps, gemm_floor, layer_shapes
-from benchmarks.train_step import Sizes, measure_layers, train_once
-from fast import accelerate, low_precision
+from benchmarks.train_step import Sizes, measure_layers
+from fast import accelerate
 from fast.sampler import sampling_model
 
 # Where a decoding step is measured, and how many places a sequence has in the cache: the window of
@@ -30,16 +28,16 @@ from fast.sampler import sampling_model
 POSITION, WINDOW = {"cuda": 700, "cpu": 40}, {"cuda": 4098, "cpu": 130}
 
 
-def model_shape(bench, **changes):
+def model_shape(bench):
     """-> train.py's configuration of the gpu scale (on a CPU: tiny), and the shape of its model"""
     config = stage_config(bench, "pretrain")
-    return config, replace(train.model_config(config, config.vocab), **changes)
+    return config, train.model_config(config, config.vocab)
 
 
-def build_scale_model(bench, **changes):
+def build_scale_model(bench):
     """The model of the scale as it is trained, in the fast form, computing in bf16"""
     torch.manual_seed(0)
-    _, shape = model_shape(bench, **changes)
+    _, shape = model_shape(bench)
     return accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
 
 
@@ -51,9 +49,6 @@ def ratio_columns(seconds):
         if name != "ours":
             columns |= {f"{name}_ms": 1e3 * t, f"times_{name}": seconds["ours"] / t}
     return columns
-
-
-# ---------------------------------------------------------------- speed
 
 
 def measure_model_step(bench):
@@ -158,37 +153,3 @@ def measure_speed(bench):
     table = f"decoding one token at position {POSITION[bench.device]}"
     for rows in (1, 32, 128, 256):
         bench.attempt(table, "ours", partial(measure_decoding, bench, rows, model))
-
-
-# ---------------------------------------------------------------- low precision
-
-
-def measure_low_precision(bench):
-    """What MXFP8 and NVFP4 cost beside bf16, multiplied by the hardware or emulated. Only time is
-    measured here: whether the result is right is checked by tests/test_device.py."""
-    # Each row says whether the hardware multiplies in this format or emulation does.
-    by = "emulation: the hardware has no block scales (compute capability 10 has)"
-    if low_precision.scales_in_hardware(torch.device(bench.device)):
-        by = "hardware"
-
-    # One micro-batch of the scale, the same tokens for all precisions.
-    config, shape = model_shape(bench)
-    rows = max(1, config.micro_tokens // config.context)
-    tokens = torch.randint(0, shape.vocab, (rows, config.context), device=bench.device)  # (B, T)
-    seconds = {}  # precision -> seconds; "" is bf16
-
-    def measure(precision):
-        model = build_scale_model(bench, precision=precision)
-
-        def step():
-            train_once(model, tokens)
-            model.zero_grad()
-
-        seconds[precision] = bench.time({"step": step}, 5)["step"]
-        ratio = seconds[precision] / seconds[""]
-        return {"by": by if precision else "", "ms": 1e3 * seconds[precision], "times_bf16": ratio}
-
-    # bf16 comes first: the others are given as multiples of its time.
-    table = "forward and backward of one micro-batch at the scale"
-    for precision in ("", "mxfp8", "nvfp4"):
-        bench.attempt(table, precision or "bf16", partial(measure, precision))

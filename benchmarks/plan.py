@@ -113,10 +113,10 @@ def ring(ranks):
 def fsdp_traffic(what, shapes, layout, step):
     """-> the rows of comm_traffic that FSDP causes. what: "dense" or "experts". Weights are
     gathered for the passes, gradients are scattered and summed over the copies."""
-    # Pieces of a weight, copies of it, and how many ranks the group of one copy spans.
-    shard, copies, span = layout.shard, layout.dp_replicate, layout.shard
+    # Pieces of a weight, and how many ranks the group of one copy spans.
+    shard, span = layout.shard, layout.shard
     if what == "experts":
-        shard, copies, span = layout.efsdp, 1, layout.world
+        shard, span = layout.efsdp, layout.world
 
     # What one rank gathers in a step: the numbers, and the bytes of all their gathers.
     numbers = weights = 0
@@ -126,15 +126,19 @@ def fsdp_traffic(what, shapes, layout, step):
             numbers += size
             weights += wire_bytes(name, step) * size
 
-    # Gradients are summed in fp32: 4 bytes. An all-reduce over the copies sends as much as a
-    # reduce-scatter and an all-gather (factor 2), of the piece of one rank only.
+    # Gradients are summed in fp32: 4 bytes.
     gradients = 4 * numbers
-    copied = 2 * ring(copies) * gradients / shard
-    return [
+    rows = [
         ("all-gather", f"{what} weights", ring(shard) * weights, span),
         ("reduce-scatter", f"{what} gradients", ring(shard) * gradients, span),
-        ("all-reduce", f"{what} gradients of copies", copied, layout.world),
     ]
+
+    # Only dense weights have copies. An all-reduce over them sends as much as a reduce-scatter and
+    # an all-gather (factor 2), of the piece of one rank only.
+    if what == "dense":
+        copied = 2 * ring(layout.dp_replicate) * gradients / shard
+        rows.append(("all-reduce", "dense gradients of copies", copied, layout.world))
+    return rows
 
 
 def comm_traffic(config, shapes, layout, step):

@@ -8,8 +8,7 @@ active FLOPs, and beside transformers where that is installed.
 
 Routing sends each expert another number of rows at every step. So the batch is a new one each time:
 on a CPU the library compiles a kernel for every number of rows that it meets, and a benchmark that
-repeats one batch would not see what training pays for that. Both are measured, the repeated batch
-too.
+repeats one batch would not see what training pays for that.
 
 transformers gets the same small random DeepSeek-V3 with the same weights; its experts exist in two
 forms, "eager" and "grouped_mm", and we are compared with whichever is faster. It runs in a process
@@ -33,7 +32,6 @@ from benchmarks.decode import build_models, byte_tokenizer, decoding_step, synth
 from benchmarks.harness import make_parser, measure_seconds, print_speeds, print_table
 from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate, choose, twins
-from fast.cpu_kernels import grouped_swiglu, looped_swiglu
 from fast.sampler import make_sampler
 from command.hardware import fast_dtype
 from moe import FFN, Cache, Model, ModelConfig, MoE
@@ -68,11 +66,12 @@ QUICK = Sizes(
 
 
 def build_layers(device, sizes):
-    """-> {name: a forward} of a routed layer, of a dense layer with the same active FLOPs and of
-    the experts alone; and the list of all tensors that get a gradient"""
-    dtype, T, D, E, K = fast_dtype(device), sizes.T, sizes.D, sizes.E, sizes.K
+    """-> {name: a forward} of a routed layer and of a dense layer with the same active FLOPs; and
+    the list of all tensors that get a gradient"""
+    dtype, D, K = fast_dtype(device), sizes.D, sizes.K
     torch.manual_seed(0)
-    config = ModelConfig(dim=D, experts=E, num_experts_per_tok=K, expert_ffn=sizes.F, shared=0)
+    shape = dict(dim=D, experts=sizes.E, num_experts_per_tok=K, expert_ffn=sizes.F, shared=0)
+    config = ModelConfig(**shape)
 
     # Two equal layers: one keeps the experts' weights in the dtype of the products, the other in
     # fp32 and casts them at every use. The dense layer has K * F hidden units, as many as are
@@ -80,24 +79,12 @@ def build_layers(device, sizes):
     moe, moe_fp32 = (accelerate(MoE(config)).to(device) for _ in range(2))
     moe.experts.to(dtype)
     dense = FFN(D, K * sizes.F).to(device, dtype)
-    x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)  # (1, T, D)
-
-    # The experts alone get rows that count as sorted by expert. Their time taken from that of the
-    # whole layer leaves what routing costs.
-    permuted = torch.randn(T * K, D, device=device, dtype=dtype)  # (T*K, D)
-    weights = moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down
-
-    def run_experts(swiglu):
-        # Each expert gets a different number of rows every time, as in training.
-        chosen = torch.randint(0, E, (T * K,), device=device)  # (T*K,)
-        return swiglu(permuted, torch.bincount(chosen, minlength=E), *weights)
+    x = torch.randn(1, sizes.T, D, device=device, dtype=dtype, requires_grad=True)  # (1, T, D)
 
     layers = {
         "dense layer": partial(dense, x),
         "MoE layer": partial(moe, x),
         "MoE layer, weights kept in fp32": partial(moe_fp32, x),
-        "experts, grouped_mm": partial(run_experts, grouped_swiglu),
-        "experts, loop": partial(run_experts, looped_swiglu),
     }
     leaves = [x, *moe.parameters(), *moe_fp32.parameters(), *dense.parameters()]
     return layers, leaves
@@ -271,14 +258,9 @@ def bench_training(theirs, ours, device, sizes):
     # Ours is measured first, because their kernels push ours out of the cache of compiled kernels.
     models = {"ours": ours} | theirs
 
-    def draw_batch():
-        return torch.randint(0, 1024, (8, 256), device=device)
-
-    same = draw_batch()
-
-    def train_model(model, is_new):
+    def train_model(model):
         # The loss of theirs is written out here: cross-entropy over all positions, in fp32.
-        tokens = draw_batch() if is_new else same
+        tokens = torch.randint(0, 1024, (8, 256), device=device)
         model.zero_grad()
         if model is ours:
             train_once(ours, tokens)
@@ -286,17 +268,16 @@ def bench_training(theirs, ours, device, sizes):
             logits = model(tokens, use_cache=False).logits.flatten(0, 1).float()
             F.cross_entropy(logits, tokens.flatten()).backward()
 
-    for title, is_new in (("a new batch each time", True), ("the same batch again", False)):
-        # One model after the other: on a CPU two models that take turns would push each other's
-        # compiled kernels out of the cache.
-        seconds = {}
-        for name, model in models.items():
-            step = partial(train_model, model.train(), is_new)
-            seconds |= measure_seconds({name: step}, 3 * sizes.repeat)
+    # One model after the other: on a CPU two models that take turns would push each other's
+    # compiled kernels out of the cache.
+    seconds = {}
+    for name, model in models.items():
+        step = partial(train_model, model.train())
+        seconds |= measure_seconds({name: step}, 3 * sizes.repeat)
 
-        # The base of the ratios is the faster of their two forms.
-        base = min(theirs, key=seconds.get)
-        print_speeds(f"training, {title}", seconds, base, same.numel(), "tokens")
+    # The base of the ratios is the faster of their two forms.
+    base = min(theirs, key=seconds.get)
+    print_speeds("training, a new batch each time", seconds, base, 8 * 256, "tokens")
 
 
 def bench_generation(theirs, ours, device, sizes):

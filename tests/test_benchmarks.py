@@ -70,10 +70,9 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
 @pytest.mark.parametrize(
     "name, columns",
     [
-        ("decode", ["x full forward", "x static", "x plain"]),
+        ("decode", ["x full forward", "x plain"]),
         ("train_step", ["x dense", "x plain"]),
-        ("muon", ["x floor", "x torch", "ratio"]),
-        ("loading", ["x reading"]),
+        ("muon", ["x floor", "x torch", "x one rank"]),
         ("tools", ["x subprocess", "x sandbox"]),
     ],
 )
@@ -85,7 +84,7 @@ def test_a_quick_benchmark_ends_in_tables_of_ratios(name, columns):
     assert all(column in done.stdout for column in columns), done.stdout
 
 
-@pytest.mark.parametrize("name", ["decode", "train_step", "muon", "loading", "tools", "plan"])
+@pytest.mark.parametrize("name", ["decode", "train_step", "muon", "tools", "plan"])
 def test_wrong_flags_of_a_benchmark_are_one_line_and_exit_code_2(name, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
     error = refuse(module.main, ["--fast"], capsys)
