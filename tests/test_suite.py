@@ -602,6 +602,18 @@ def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_pat
     assert len(found.stable) == 2
 
 
+def test_a_test_that_fails_in_the_opposite_order_alone_stays_in_the_command():
+    """Four runs, every other one in the opposite order: what each test does in them, by hand"""
+    story = {"steady": "pppp", "by order": "pfpf", "by chance": "pfpp", "elsewhere": "ppff"}
+    words, runs = {"p": "passed", "f": "failed"}, []
+    for number, world in enumerate([0, 0, 1, 1]):
+        outcomes = {name: words[kinds[number]] for name, kinds in story.items()}
+        runs.append((run_suite.WORLDS[world], dict(outcomes=outcomes, seconds={})))
+    found = study.sort_tests(runs[0][1], runs)
+    assert found["passing"] == ["steady"] and found["red"] == ["by chance"]
+    assert found["unstable"] == ["by order", "by chance", "elsewhere"]
+
+
 def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tmp_path):
     slow = "import time\n\n\ndef test_quick(): pass\n\n\ndef test_slow():\n    time.sleep(99)\n\n\ndef test_late(): pass\n"
     words = refusal({**BASE, "tests/test_price.py": slow}, tmp_path, time_limit=6)
