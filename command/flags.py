@@ -17,7 +17,9 @@ it (an ablation) has its own flags at once.
 """
 
 import argparse
+import difflib
 import inspect
+import math
 import os
 import re
 import sys
@@ -144,7 +146,10 @@ def read_value(text, kind, rule):
         raise argparse.ArgumentTypeError(f"takes {how} of {', '.join(rule.choices)}, not {text!r}")
     if kind != "str" and not rule.at_least <= value <= rule.at_most:
         why = f" ({rule.why})" if rule.why else ""
-        raise argparse.ArgumentTypeError(f"must be from {rule.at_least} to {rule.at_most}{why}")
+        most = f" and at most {rule.at_most}" if rule.at_most < Rule.at_most else ""
+        finite = "" if math.isfinite(value) else "finite and "
+        allowed = f"{finite}at least {rule.at_least}{most}"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, not {text}{why}")
     return value
 
 
@@ -152,7 +157,15 @@ def make_parser(program, about, **more):
     """A parser that answers wrong input with one line. program: the command that says so; more: see
     argparse.ArgumentParser"""
     parser = argparse.ArgumentParser(program, description=about, allow_abbrev=False, **more)
-    parser.error = partial(usage_error, program=program)
+
+    def refuse(message):
+        # An unknown flag is answered with the flag most like it.
+        unknown = re.search(r"unrecognized arguments: (--\w+)", message)
+        known = parser._option_string_actions
+        near = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        usage_error(message + "".join(f"; did you mean {name}?" for name in near), program)
+
+    parser.error = refuse
     return parser
 
 
