@@ -327,8 +327,8 @@ def held_out(number, levels=LEVELS, split="heldout"):
 
 
 def read_levels(text):
-    """ "0,1,8" -> [0, 1, 8]"""
-    return [int(word) for word in text.split(",")]
+    """The levels of a flag: 0,1,8 -> (0, 1, 8)"""
+    return tuple(int(word) for word in text.split(","))
 
 
 # What a policy acts by, of the configuration that it was trained with

@@ -108,8 +108,8 @@ def prepare_folder(out):
     """Makes the folder and removes the rows of an earlier run, so that nobody takes them for rows
     of this run"""
     try:
-        check_writable(out / "parts", [])
-        check_writable(out, ["gpu.json", "gpu.md"])
+        check_writable(out / "parts")
+        check_writable(out)
         for name in PARTS:
             for old in (out / "parts").glob(f"{name}*"):
                 old.unlink()
