@@ -161,7 +161,8 @@ def judge_generated(task, files, sandbox):
     if left and not wrong:
         why = f"{left[0]} still stands in a file"
     failed = len(wrong) + len(left)
-    return Verdict(not failed, len(cases) - len(wrong), failed, why)
+    shown = not any(case in task.meta["visible"] for case in wrong)
+    return Verdict(not failed, len(cases) - len(wrong), failed, why, shown)
 
 
 def stands_in(files, name):
