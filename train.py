@@ -253,7 +253,7 @@ class Config:
     # back what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl
     # may open harder ones
     levels: str = flag(
-        "0,1,2,3,4,5,10,13",
+        "0,1,2,3,4,5",
         stages="sft rl",
         choices=LEVELS,
         several=True,

@@ -366,8 +366,8 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 
 
 @facts_can_be_had
-def test_of_an_honest_rollout_nothing_is_run_again_but_code_that_the_judge_calls_wrong(monkeypatch):
-    """No call is played again. That the code is no cheat is what running it says."""
+def test_of_an_honest_rollout_nothing_is_run_again(monkeypatch):
+    """Neither a call nor code that is wrong for the visible tests, too."""
     closer, look_closer = [], repositories.audit.look_closer
 
     def note(task, calls, diff, again):
@@ -385,7 +385,7 @@ def test_of_an_honest_rollout_nothing_is_run_again_but_code_that_the_judge_calls
         unsolved += not verdict.solved and files != task.files
         found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         assert gravest(found) == "clean"
-    assert len(closer) == unsolved > 0 and not any(calls for calls, _ in closer)
+    assert unsolved > 0 and not closer
 
 
 # ------------------------------------------------------------ a repository
