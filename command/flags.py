@@ -160,6 +160,7 @@ def make_parser(program, about, **more):
 
     def refuse(message):
         # An unknown flag is answered with the flag most like it.
+        message = str(message)  # argparse hands texts over, others exceptions
         unknown = re.search(r"unrecognized arguments: (--\w+)", message)
         known = parser._option_string_actions
         near = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
