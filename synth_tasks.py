@@ -112,7 +112,7 @@ def delete_feature(files, chosen, dials, found):
         # The helpers' lines are gone, so the definitions have moved in their files.
         return stub_bodies(rest, find_again(rest, chosen), dials["docstring"]), helpers
 
-    # The definitions go. Nothing imports them by name (features.py sees to that).
+    # The definitions go, with their names in imports and in __all__.
     rest = remove_definitions(files, chosen)
     helpers = find_dead_helpers(files, rest, chosen, found)
     if helpers:

@@ -17,6 +17,7 @@ from repositories.source import (
     find_definitions,
     first_line,
     is_text,
+    remove_names,
     remove_statements,
     replace_bodies,
 )
@@ -50,7 +51,7 @@ class Definition:
     # every definition of this name in its scope, setters and overloads included; node is the last
     nodes: list = field(default_factory=list)
     early: bool = False  # runs while the package is imported: nothing works without it
-    wanted: bool = False  # a file imports or exports it by name, and does not work without it
+    wanted: bool = False  # tests import it by name: they are not collected without it
 
     def size(self):
         """Its number of lines."""
@@ -95,11 +96,15 @@ def stub_bodies(files, chosen, keep_docstring, body="raise NotImplementedError")
 
 
 def remove_definitions(files, chosen):
-    """The files without these definitions, which no other file imports or exports by name."""
+    """The files without these definitions, and without their names in imports and __all__ of other
+    sources."""
+    if not chosen:
+        return dict(files)
     out = dict(files)
     for path, nodes in nodes_by_path(chosen).items():
         out[path] = remove_statements(files[path], nodes)
-    return out
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost)
 
 
 def find_dead_helpers(files, base, chosen, found):

@@ -54,8 +54,8 @@ def usable_definitions(repository, kind):
     for one in repository.definitions:
         if not 0 < len(one.tests) <= most_tests or one.size() < FEWEST_LINES:
             continue
-        # What a file imports or exports by name cannot be gone as a whole. What runs during the
-        # import of the package cannot be a stub.
+        # Tests that import a name cannot be collected once it is gone. What runs during the import
+        # of the package cannot be a stub.
         is_needed = one.wanted if kind == "gone" else one.early
         if not is_needed:
             usable.append(one)

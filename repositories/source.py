@@ -320,6 +320,119 @@ def remove_statements(stored, nodes):
     return cut(source, cut_statements(source, parsed(stored), nodes))
 
 
+# ------------------------------------------------------------ names in imports and in __all__
+def is_export(node):
+    """True for a statement that makes or changes `__all__`: =, +=, an annotation, a call of one of
+    its methods."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
+        return False
+    return any(getattr(part, "id", "") == "__all__" for part in ast.walk(node))
+
+
+def module_paths(paths, path, node):
+    """The files among `paths` that `from ... import` (node) in the file `path` may mean."""
+    # Relative: one dot is the file's own folder, each further dot the folder above.
+    tail = (node.module or "").replace(".", "/")
+    if node.level:
+        folders = PurePosixPath(path).parents
+        if node.level > len(folders):
+            return set()
+        wanted = folders[node.level - 1] / tail
+        return {f"{wanted}.py", str(wanted / "__init__.py")} & paths
+
+    # Absolute: the name starts in a folder on the path (the root, src/, lib/). Such a folder is no
+    # package itself.
+    found = set()
+    for ending in (f"{tail}.py", f"{tail}/__init__.py"):
+        for other in paths:
+            root = other[: len(other) - len(ending)]
+            if f"/{other}".endswith(f"/{ending}") and f"{root}__init__.py" not in paths:
+                found.add(other)
+    return found
+
+
+def remove_names(files, paths, lost):
+    """The files without the imports and exports of names that are no longer defined. A statement
+    that loses some of its names is printed again, on one line.
+
+    files: path -> stored text, already without the definitions; paths: the sources among them;
+    lost: {(path, name), ...}. A module that imported a lost name has lost it, too, unless something
+    else binds the name there; so re-exports are followed."""
+    out, lost, paths = dict(files), set(lost), set(paths)
+    # Where neither word stands, nothing is imported or exported; most files need not be parsed.
+    trees = {}
+    for path in paths:
+        if "import" in files[path] or "__all__" in files[path]:
+            trees[path] = parsed(files[path])
+
+    # Follow the imports until no further module loses a name.
+    unwanted, before = {}, -1  # path -> aliases to be taken out
+    while before < len(lost):
+        before = len(lost)
+        for path, tree in trees.items():
+            unwanted[path] = lost_aliases(path, tree, paths, lost)
+
+    # Then write each file once.
+    for path, tree in trees.items():
+        names = {name for place, name in lost if place == path}
+        if names or unwanted[path]:
+            out[path] = without_names(files[path], tree, unwanted[path], names)
+    return out
+
+
+def lost_aliases(path, tree, paths, lost):
+    """The aliases of one module's imports whose names are lost. The names that they were bound to
+    in this module are added to `lost`."""
+    found, local, bound = [], Counter(), bound_names(tree)
+    lost_names = {name for _, name in lost} | {"*"}
+    for node in scope_nodes(tree):
+        # Most imports name nothing that is lost anywhere.
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if not lost_names.intersection(alias.name for alias in node.names):
+            continue
+
+        # A star import brings all names that its module has lost; any other one brings its own.
+        targets = module_paths(paths, path, node)
+        lost_here = {name for target, name in lost if target in targets}
+        for alias in node.names:
+            if alias.name == "*":
+                lost.update((path, name) for name in lost_here if not bound[name])
+            elif alias.name in lost_here:
+                found.append(alias)
+                local[alias.asname or alias.name] += 1
+
+    # A name that nothing else binds in this module is lost here, too.
+    lost.update((path, name) for name, number in local.items() if bound[name] <= number)
+    return found
+
+
+def without_names(stored, tree, aliases, names):
+    """One file without these aliases of its imports and these names in the lists and tuples of its
+    `__all__`. Discard where `__all__` holds one in a form that is not edited."""
+    source, edits, whole = SourceText(stored), [], []
+    for node in scope_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            kept = [alias for alias in node.names if alias not in aliases]
+            if not kept:
+                whole.append(node)
+            elif len(kept) < len(node.names):
+                left = ast.ImportFrom(node.module, kept, node.level)
+                edits.append((*source.span(node), ast.unparse(left)))
+        for part in ast.walk(node) if is_export(node) else ():
+            if isinstance(part, (ast.List, ast.Tuple)):
+                kept = [one for one in part.elts if getattr(one, "value", None) not in names]
+                if len(kept) < len(part.elts):
+                    left = type(part)(kept, ast.Load())
+                    edits.append((*source.span(part), ast.unparse(left)))
+    stored = cut(source, edits + cut_statements(source, tree, whole))
+
+    for statement in filter(is_export, scope_nodes(parsed(stored)) if names else ()):
+        if set(re.findall(r"\w+", ast.unparse(statement))) & names:
+            raise Discard("`__all__` names it in a form that cannot be edited")
+    return stored
+
+
 # ------------------------------------------------------------ tests
 def function_of_test(node_id):
     """The node id of a test's function: of a parametrized case the part before its [...]."""

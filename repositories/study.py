@@ -30,6 +30,7 @@ from repositories.deletion import definitions, sources
 from repositories.source import file_of_test, first_line, package_root
 from world.untrusted import parsed
 from world.task import Refusal
+from world.tree import PROTECTED
 
 
 @dataclass
@@ -201,9 +202,7 @@ def sort_tests(runs):
 
 def note_tests(files, found, stable, touched):
     """Notes in each Definition which stable tests run it, whether it runs while the package is
-    imported, and whether a file names it in an import or export. touched: node id or "import" ->
-    what it runs.
-    """
+    imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
     # A class is run where one of its methods is. The keys are those of the tracer
     # (inside/suite_runner.py): path, first line and name of a code object.
     wanted = imported_names(files)
@@ -283,13 +282,11 @@ def methods(one, found):
 
 
 def imported_names(files):
-    """Names that any file imports by `from ... import name`, and the words of files that have an
-    `__all__`."""
+    """Names that tests and configuration import by `from ... import name`."""
     names = set()
     for path, text in files.items():
-        for node in ast.walk(parsed(text)) if path.endswith(".py") else ():
-            if isinstance(node, ast.ImportFrom):
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.Constant) and "__all__" in text:
-                names.add(node.value)
+        if path.endswith(".py") and PROTECTED.search(path):
+            for node in ast.walk(parsed(text)):
+                if isinstance(node, ast.ImportFrom):
+                    names.update(alias.name for alias in node.names)
     return names

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import py_compile
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -26,7 +27,7 @@ from world import (
 )
 from repositories import (
     copies as world_copies,
-    features,
+    deletion,
     task_checks,
     leftovers,
     study,
@@ -325,25 +326,54 @@ def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
 
 
 # ------------------------------------------------------------ names in imports and in __all__
-# a file beside shop/price.py -> whether `gross` may be gone as a whole
-NAMED = {
-    "from .price import gross\n": False,
-    "from .price import twice, gross as cost\n": False,
-    "from .price import *\n__all__ = ['twice', 'gross']\n": False,
-    "__all__ = []\n__all__.extend(('gross',))\n": False,
-    "from .price import twice\n__all__ = ['twice']\n": True,
-    "import shop.price\n\n\ndef f():\n    return shop.price.gross(1)\n": True,
-    "PRICES = {'gross': 1}\n": True,
+# shop/__init__.py -> the same file after `gross` was removed, written by hand
+EXPORTS = {
+    "from .price import *\n__all__ = []\n__all__.extend(('twice', 'gross'))\n__all__.extend(['gross'])\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n__all__.extend([])\n",
+    "from .price import gross, twice\n__all__ = ['gross', 'twice']\n": "from .price import twice\n__all__ = ['twice']\n",
+    "from .price import twice, gross\n__all__ = ('twice', 'gross')\n": "from .price import twice\n__all__ = ('twice',)\n",
+    "from .price import twice\nfrom .price import gross as g\n__all__ = 'g', 'twice', 'a'\na = 1\n": "from .price import twice\n__all__ = ('twice', 'a')\na = 1\n",
+    "import os; from .price import gross; X = 1\n__all__ = ('gross',)\n": "import os; pass; X = 1\n__all__ = ()\n",
+    "from .price import (\n    gross,  # the one\n    twice,  # kept\n)\n__all__ = [\n    'gross',  # the one\n    'twice',  # kept\n]\n": "from .price import twice\n__all__ = ['twice']\n",
+    "from .price import twice, \\\n    gross\n__all__ = []\n__all__ += ['gross']\n": "from .price import twice\n__all__ = []\n__all__ += []\n",
+    "from .price import gross, twice\n__all__: list = ['gross'] + ['twice', \"gross\"]\n": "from .price import twice\n__all__: list = [] + ['twice']\n",
+    "import sys\nif sys.maxsize > 1:\n    from shop.price import gross\n    from .price import twice\nelse:\n    from shop.price import gross\n": "import sys\nif sys.maxsize > 1:\n    from .price import twice\nelse:\n    pass\n",
+    "try:\n    from .fast import gross\nexcept ImportError:\n    from .price import gross\n__all__ = ['twice']\nfrom .price import twice\n": "try:\n    from .fast import gross\nexcept ImportError:\n    pass\n__all__ = ['twice']\nfrom .price import twice\n",
+    "try:\n    from .price import gross, twice\nexcept ImportError:\n    pass\n__all__ = ['gross', 'twice']\n": "try:\n    from .price import twice\nexcept ImportError:\n    pass\n__all__ = ['twice']\n",
+    "from .other import gross\nfrom .price import twice\n__all__ = ['gross']\n": "from .other import gross\nfrom .price import twice\n__all__ = ['gross']\n",
 }
 
 
-@pytest.mark.parametrize("text", NAMED)
-def test_what_a_file_imports_or_exports_by_name_does_not_go_as_a_whole(text, tmp_path):
-    files = {**SHOP, "shop/more.py": text}
-    found = study.study(write(tmp_path, files), None, 60, lambda line: None)
-    gone = {one.name for one in features.usable_definitions(found, "gone")}
-    stubs = {one.name for one in features.usable_definitions(found, "function")}
-    assert ("gross" in gone) == NAMED[text] and "gross" in stubs
+@pytest.mark.parametrize("before", EXPORTS)
+def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_imports(
+    before, tmp_path
+):
+    files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
+    found = study.definitions(files)
+    base = deletion.remove_definitions(
+        files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
+    )
+    assert base["shop/__init__.py"] == EXPORTS[before]
+    write(tmp_path, base)
+    subprocess.run([sys.executable, "-c", "from shop import *"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from .price import gross, twice\n__all__ = 'gross twice'.split()\n",
+        "from .price import gross, twice\n__all__ = ['twice']\n__all__.append('gross')\n",
+        "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n",
+        "from .price import gross, twice\n__all__ = {'gross', 'twice'}\n",
+    ],
+)
+def test_a_form_of_all_that_is_not_edited_makes_no_task_of_the_whole_feature(text, tmp_path):
+    files = {**SHOP, "shop/__init__.py": text}
+    with pytest.raises(task_checks.Discard, match="`__all__` names it"):
+        cut(files, "gross", GONE)
+    assert cut(files, "gross", STUB)["shop/__init__.py"] == text
+    # A word that only begins like the name is another one.
+    longer = "from .price import gross\n__all__ = 'gross_total'.split()\n"
+    assert "split" in cut({**SHOP, "shop/__init__.py": longer}, "gross", GONE)["shop/__init__.py"]
 
 
 def test_what_python_could_not_read_after_the_cut_makes_no_task():
@@ -353,6 +383,21 @@ def test_what_python_could_not_read_after_the_cut_makes_no_task():
     assert cut({"m.py": text}, "f", STUB)["m.py"].endswith(
         "def f(x):\n    raise NotImplementedError\n"
     )
+
+
+def test_a_name_is_followed_through_modules_that_hand_it_on():
+    files = {
+        "shop/__init__.py": "from .api import *\nfrom .api import cost\n__all__ = ['cost', 'twice']\n",
+        "shop/api.py": "from .price import gross as cost, twice\n",
+        "shop/price.py": CODE,
+        "lib/more/__init__.py": "from shop import cost\nfrom shop.price import twice\n",
+        "app.py": "from shop.api import cost, twice\n\n\ndef late():\n    from shop.api import cost\n    return cost\n",
+    }
+    base = cut(files, "gross", GONE)
+    assert base["shop/__init__.py"] == "from .api import *\n__all__ = ['twice']\n"
+    assert base["shop/api.py"] == "from .price import twice\n"
+    assert base["lib/more/__init__.py"] == "from shop.price import twice\n"
+    assert base["app.py"] == files["app.py"].replace("cost, twice", "twice")
 
 
 USES_AT_IMPORT = [
@@ -379,7 +424,7 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
 
 
 def test_a_feature_without_which_the_package_does_not_import_is_no_candidate(tmp_path):
-    root = write(tmp_path / "repo", {**SHOP, "shop/extra.py": USES_AT_IMPORT[1]})
+    root = write(tmp_path / "repo", {**SHOP, "shop/extra.py": USES_AT_IMPORT[0]})
     tasks, reasons = tasks_of(root, tmp_path, level=2)
     assert "gross" not in names_of(tasks) and "does not import" in str(reasons)
 

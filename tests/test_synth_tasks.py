@@ -1379,9 +1379,9 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
     assert gone and all("old.zip" not in task.files for task in gone)
 
 
-def test_with_a_definition_that_is_gone_a_private_helper_goes():
+def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with_it():
     files = {
-        "p/__init__.py": "from .m import two\n\n__all__ = ['two']\n",
+        "p/__init__.py": "from .m import one, two\n\n__all__ = ['one', 'two']\n",
         "p/m.py": "def _help():\n    return 3\n\n\n"
         "def one():\n    x = _help()\n    return x\n\n\ndef two():\n    return 2  # stays\n",
     }
@@ -1392,7 +1392,10 @@ def test_with_a_definition_that_is_gone_a_private_helper_goes():
         dict(kind="gone", docstring=False),
         found,
     )
-    assert base == {**files, "p/m.py": "def two():\n    return 2  # stays\n"}
+    assert base == {
+        "p/__init__.py": "from .m import two\n\n__all__ = ['two']\n",
+        "p/m.py": "def two():\n    return 2  # stays\n",
+    }
     assert [one.name for one in helpers] == ["_help"]
 
 
@@ -1520,14 +1523,26 @@ def test_a_patch_applies_and_gives_the_bytes(before, after, tmp_path):
     } == after
 
 
-def test_tabs_stay_tabs():
+def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
     files = {
+        "p/__init__.py": "",
+        "p/a.py": "def copy():\n    x = 1\n    return x\n",
+        "p/b.py": "from shutil import copy\nfrom .a import copy as mine\n",
         "p/c.py": "class C:\n\tdef m(self):\n\t\tx = 1\n\t\treturn x\n",
         "test_p.py": "class TestC:\n\tdef test_m(self):\n\t\tassert 1 == 1\n",
     }
     found = world_repository.definitions(files)
-    stub = deletion.stub_bodies(files, [one for one in found if one.name.endswith("m")], False)
-    assert stub["p/c.py"] == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
+    base, _ = st.delete_feature(
+        files,
+        [one for one in found if one.name == "copy"],
+        dict(kind="gone", docstring=False),
+        found,
+    )
+    assert base["p/b.py"] == "from shutil import copy\n" and "def copy" not in base["p/a.py"]
+    stub = deletion.stub_bodies(files, [one for one in found if one.name.endswith("m")], False)[
+        "p/c.py"
+    ]
+    assert stub == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
     assert (
         task_checks.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
         == "class TestC:\n\tpass\n"
