@@ -72,7 +72,7 @@ def add_seen_tasks(config, number):
     passes = max(1, config.eval_tasks * config.eval_samples // number)
     first = saved["seed"] * 1_000_003
     tasks = []
-    for level in range(config.eval_levels):
+    for level in eval.read_levels(config.eval_levels):
         tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
 
     # Each rank plays its share. As in the recipe's evaluation, the rules are those of the run.

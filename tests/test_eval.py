@@ -652,7 +652,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["--number=x"], "--number"),
         (["--number=0"], "at least 1"),
         (["--passes=-2"], "at least 1"),
-        (["--nmber=3"], "--nmber"),
+        (["--nmber=3", "out"], "did you mean --number?"),
         (["--temperature=-1", "out"], "--temperature"),
         (["--temperature=nan", "out"], "--temperature"),
         (["--price_in=-1", "out"], "--price"),

@@ -609,9 +609,8 @@ def test_a_test_that_fails_in_the_opposite_order_alone_stays_in_the_command():
     for number, world in enumerate([0, 0, 1, 1]):
         outcomes = {name: words[kinds[number]] for name, kinds in story.items()}
         runs.append((run_suite.WORLDS[world], dict(outcomes=outcomes, seconds={})))
-    found = study.sort_tests(runs[0][1], runs)
-    assert found["passing"] == ["steady"] and found["red"] == ["by chance"]
-    assert found["unstable"] == ["by order", "by chance", "elsewhere"]
+    # "elsewhere" never fails in the first world, in which the agent's commands run.
+    assert study.sort_tests(runs) == ({"steady"}, set(), {"by chance"})
 
 
 def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tmp_path):
