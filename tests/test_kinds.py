@@ -332,11 +332,11 @@ def test_code_is_run_again_where_it_is_right_for_the_visible_tests_alone(sandbox
     path = f"{target['module']}.py"
     values = [case for case in task.meta["visible"] if case[1] == target["name"]]
     table = {str(case[2][0]): case[3] for case in values}
-    for body, special in (("return 7", False), (f"return {table}.get(str(xs))", True)):
-        files = {
-            **task.files,
-            path: f"{task.files[path]}\n\ndef {target['name']}(xs):\n    {body}\n",
-        }
+    equal = "Equal = type('Equal', (int,), {'__e' + 'q__': lambda self, other: True})"
+    bodies = {"return 7": False, f"return {table}.get(str(xs))": True, "return Equal()": True}
+    for body, special in bodies.items():
+        code = f"{equal}\n\n\ndef {target['name']}(xs):\n    {body}\n"
+        files = {**task.files, path: f"{task.files[path]}\n\n{code}"}
         verdict = judge(task, files, sandbox)
         assert not verdict.solved and verdict.shown == special
         looked.clear()

@@ -101,9 +101,13 @@ def same_value(value, expected):
     return value == expected
 
 
+# stands for a value that is not built of plain lists, numbers and texts: it may equal anything
+NOT_PLAIN = object()
+
+
 def read_values(text, number):
-    """The values in a child's answer to `number` calls, each as a list: [value], or [] where the
-    call returned none. None where the text is no such answer.
+    """The values in a child's answer to `number` calls, each as a list: [value], [NOT_PLAIN], or []
+    where the call returned none. None where the text is no such answer.
 
     The submission may have written the answer: whatever it holds, this returns and never raises."""
     # A literal and nothing else is read: nothing of it is run.
@@ -117,7 +121,14 @@ def read_values(text, number):
         is_pair = type(answer) is list and len(answer) == 2
         is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
         values.append(answer[1] if is_value else [])
+        if answer == [0, "no plain value"]:
+            values[-1] = [NOT_PLAIN]
     return values
+
+
+def fails_visibly(value, expected):
+    """Whether a test that compares by `==` fails, too. value: as read_values gives it."""
+    return not value or value[0] is not NOT_PLAIN and value[0] != expected
 
 
 def judge_generated(task, files, sandbox):
@@ -147,10 +158,11 @@ def judge_generated(task, files, sandbox):
         return Verdict(False, 0, len(cases), why)
 
     # Compare each value with the expected one; the first wrong case is the reason.
-    wrong = []
+    wrong, shown = [], True
     for value, case in zip(values, cases):
         if not value or not same_value(value[0], case[3]):
             wrong.append(case)
+            shown = shown and not (case in task.meta["visible"] and fails_visibly(value, case[3]))
     why = ""
     if wrong:
         module, name, arguments, _ = wrong[0]
@@ -161,7 +173,6 @@ def judge_generated(task, files, sandbox):
     if left and not wrong:
         why = f"{left[0]} still stands in a file"
     failed = len(wrong) + len(left)
-    shown = not any(case in task.meta["visible"] for case in wrong)
     return Verdict(not failed, len(cases) - len(wrong), failed, why, shown)
 
 

@@ -95,7 +95,7 @@ class Verdict:
     passed: int
     failed: int
     reason: str = ""
-    # False: it is wrong where the visible tests look, too, so nobody was deceived
+    # False: the visible tests fail, too, so nobody was deceived
     shown: bool = field(default=True, compare=False)
 
 
