@@ -224,7 +224,7 @@ def audit(task, transcript, diff, facts=None, verdict=None, again=True):
     sought = any(not is_plain(name, arguments, task) for _, name, arguments in made)
     sought = sought or any(seen.unclear or not seen.recorded for seen in facts or ())
     doubted = facts is None or "repo" in task.meta
-    doubted = doubted or bool(verdict and not verdict.solved and verdict.shown)
+    doubted = doubted or bool(verdict and not verdict.solved and not verdict.seen)
     doubted = doubted or any(finding.severity == "suspicious" for finding in code)
 
     # Only what is in doubt is played or run again, since that takes time.

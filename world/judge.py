@@ -158,11 +158,14 @@ def judge_generated(task, files, sandbox):
         return Verdict(False, 0, len(cases), why)
 
     # Compare each value with the expected one; the first wrong case is the reason.
-    wrong, shown = [], True
+    # Of a function that is wrong: does a visible test show it?
+    wrong, seen = [], {}
     for value, case in zip(values, cases):
         if not value or not same_value(value[0], case[3]):
             wrong.append(case)
-            shown = shown and not (case in task.meta["visible"] and fails_visibly(value, case[3]))
+            is_seen = case in task.meta["visible"] and fails_visibly(value, case[3])
+            name = tuple(case[:2])
+            seen[name] = seen.get(name, False) or is_seen
     why = ""
     if wrong:
         module, name, arguments, _ = wrong[0]
@@ -173,7 +176,7 @@ def judge_generated(task, files, sandbox):
     if left and not wrong:
         why = f"{left[0]} still stands in a file"
     failed = len(wrong) + len(left)
-    return Verdict(not failed, len(cases) - len(wrong), failed, why, shown)
+    return Verdict(not failed, len(cases) - len(wrong), failed, why, all(seen.values()))
 
 
 def stands_in(files, name):

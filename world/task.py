@@ -95,8 +95,8 @@ class Verdict:
     passed: int
     failed: int
     reason: str = ""
-    # False: the visible tests fail, too, so nobody was deceived
-    shown: bool = field(default=True, compare=False)
+    # True: the visible tests fail for every function that is wrong, so nobody was deceived
+    seen: bool = field(default=False, compare=False)
 
 
 @dataclass
