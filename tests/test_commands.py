@@ -33,7 +33,20 @@ def test_a_forked_command_sees_what_a_new_process_sees(how, threads, tmp_path):
     if threads:
         environment["OMP_NUM_THREADS"] = threads
     command = [sys.executable, *words, "--x=1"]
-    new = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    # A shell that starts the suite in the background makes it ignore Ctrl-C, and each new process
+    # with it. A forked command heeds it, as one that is started from a terminal.
+    def heed_interrupts():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    new = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
     found = run_command(command, cwd=tmp_path, env=environment)
     assert found.stdout == new.stdout and "at the end" in new.stdout
     assert (found.stderr, found.returncode) == (new.stderr, new.returncode)
