@@ -176,7 +176,8 @@ def repetition(rollout, e, i):
             if key in seen and j == i and key == tests:
                 return "Reminder: nothing has changed since the last test run."
             if key in seen and j == i:
-                return f"Reminder: {call.args[0]} is already above."
+                what = call.args[0] if call.args else call.name  # lint takes no argument
+                return f"Reminder: {what} is already above."
 
             # What does the context show after this call?
             if call.name == "edit_file" and not call.error:

@@ -780,3 +780,11 @@ def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
     assert (
         tmp_path / "out/feedback.png"
     ).stat().st_size > 5000 and "distilling that call" in done.stdout
+
+
+def test_a_call_without_arguments_that_is_made_again_is_named_by_its_tool():
+    lint = Call("lint", [], "no findings")
+    (hint,) = fd.detect(rollout([*do(lint), *do(lint), BYE]), ["repetition"])
+    assert (hint.turn, hint.text) == (3, "Reminder: lint is already above.")
+    # After an edit it may say something new.
+    assert not fd.detect(rollout([*do(lint), *do(EDIT), *do(lint), BYE]), ["repetition"])
