@@ -220,7 +220,7 @@ class Expert:
                 self.left.append(name)
             elif said not in ("missing", "failed"):
                 self.specs[name] = said
-        for name in re.findall(self.kind.left, "\n".join(outputs), re.M):
+        for name in re.findall(self.kind.red_line, "\n".join(outputs), re.M):
             if name not in self.left:
                 self.left.append(name)
 
@@ -365,8 +365,8 @@ class Expert:
         """The call that puts the first wrong line of a function right, or adds the line that is
         missing above it; now and then the new line is wrong."""
         self.count_as_done(target)
-        # The first line that differs from the target's. Of a function that lacks its last step that
-        # is the return.
+        # Find the first line that differs from the target's. Where a function lacks its last step,
+        # that is its return.
         have, want = body_lines(self.files[f"{target.module}.py"], target.name), target.lines()
         place = next(i for i, (one, other) in enumerate(zip(have, want)) if one != other)
         old, right = have[place], want[place]
@@ -375,6 +375,7 @@ class Expert:
         new = right
         if place < len(target.steps) and self.chance(0.06):
             new = self.with_wrong_step(target, place)[1].lines()[place]
+        # A missing line goes above the one that stands in its place; a wrong one is replaced.
         lines = [new, old] if len(have) < len(want) else [new]
         self.wrong[target.name] = (target, old, "\n    ".join(lines))
         call = self.repair(target.name)

@@ -1,7 +1,7 @@
 """Requests as people type them, and second instructions in them.
 
-A quarter of what people ask is untidy: lower case, typing errors, no name, a pasted test run as the
-only hint, the file that happens to be open (`type_untidily`). And some ask for a second thing,
+Some requests are untidy: lower case, typing errors, no name, a pasted test run as the only hint,
+the file that happens to be open (`type_untidily`). And some ask for a second thing,
 which is no part of the tests: leave a file alone, add a line to the docs, end with the names, run
 no tests. Whether that was kept is decided from the files and the transcript, by facts (`is_kept`):
 solved and kept are two numbers.
@@ -75,10 +75,8 @@ def type_untidily(rng, request, names, red, modules):
     if form == "pasted":
         request, is_named = f"tests fail:\n{red}", True
     elif form == "vague":
-        request, is_named = (
-            rng.choice(["tests are red, pls fix", "something broke. see docs.md"]),
-            False,
-        )
+        request = rng.choice(["tests are red, pls fix", "something broke. see docs.md"])
+        is_named = False
     else:
         # No backticks, no capitals, no full stop at the end.
         request = request.replace("`", "").lower().rstrip(".")

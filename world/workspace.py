@@ -1,6 +1,6 @@
 """workspace.py: the folder that an agent works in.
 
-A task's files are written to a private folder of the real disk. The four methods `read`, `edit`,
+A task's files are written to a private folder of the real disk. The methods `read`, `edit`, `lint`,
 `search` and `run` are what the agent's tools do there (world/tools.py); they raise ToolError with a
 text for the agent. `files()` is what the agent hands in.
 
@@ -39,7 +39,7 @@ from world.tree import FileText
 
 
 class Workspace:
-    """A task's files in a real private directory, and the four tools on it. They raise ToolError
+    """A task's files in a real private directory, and the tools on it. They raise ToolError
     with a text for the agent. sandbox: for a repository's task what repositories.cage.sandbox_for
     gives; longest: the most bytes that `read` shows."""
 

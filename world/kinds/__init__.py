@@ -7,7 +7,7 @@ and hidden inputs decide.
 
     unnamed           what is asked where the prompt names no function
     done              how the expert's last message begins
-    left              how the test run shows a function that is still to be done, as a pattern whose
+    red_line          how the test run shows a function that is still to be done, as a pattern whose
                       group is module.name
     needs             tools without which nobody can do it
     ask(...)          what is asked where the prompt names the function

@@ -8,7 +8,7 @@ class PutBack:
 
     unnamed = "Some functions are missing. Find them and put them back."
     done = "Put back"
-    left = r"^(\w+\.\w+): missing"
+    red_line = r"^(\w+\.\w+): missing"
     needs = ()
 
     def ask(self, target, where):

@@ -10,7 +10,7 @@ class Rename:
 
     unnamed = "Rename"  # a prompt of this kind always names them
     done = "Renamed"
-    left = r"$^"  # the tests are green from the first on
+    red_line = r"$^"  # the tests are green from the first on
     needs = ("search_codebase",)
 
     def ask(self, target, where, old):

@@ -9,7 +9,7 @@ class Repair:
 
     unnamed = "Some functions are wrong. Find them and repair them."
     done = "Repaired"
-    left = r"^(\w+\.\w+)\(.*: failed"
+    red_line = r"^(\w+\.\w+)\(.*: failed"
     needs = ("read_file", "search_codebase")
 
     def ask(self, target, where):
