@@ -215,7 +215,6 @@ def make_task(level, seed, split="train"):
 def draw_task(rng, level, split):
     """Draws a codebase and a deletion once -> the task, or None where a check refuses it."""
     dials = LEVELS[level]
-    words = BENCH if split == "bench" else TRAINING
 
     # Draw the modules, how many functions each holds, and which of the functions are the targets.
     if dials["named"] and dials["targets"] == 1:
@@ -235,6 +234,9 @@ def draw_task(rng, level, split):
         is_chosen = number in chosen
         steps = dials["steps"] if is_chosen else (1, 2)
         held_out = split != "train" and is_chosen
+        # In the bench every other target may need an operation that no training has.
+        is_far = split == "bench" and is_chosen and rng.random() < 0.5
+        words = BENCH if is_far else TRAINING
         noun = nouns.pop()
         while True:
             function = draw_function(rng, module, noun, steps, held_out, words)
