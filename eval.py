@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from world import machine
 import feedback_distill
+import length_penalty
 import rollout
 import summarize
 import synth_tasks
@@ -54,6 +55,8 @@ from repositories.task_file import read_tasks
 LEVELS = range(6)
 PRICES = 0.5, 2.5  # $ per million tokens: in, out
 HABITS = "communication", "code_style"  # of feedback_distill's rules, those that cost no reward
+# what the tokens of a rollout are spent on
+SPENT = "thinking_tokens", "call_tokens", "final_tokens", "output_tokens"
 
 
 # ---------------------------------------------------------------- numbers
@@ -94,6 +97,13 @@ def wilson_interval(values, passes=1):
     centre = (rate + z * z / (2 * observations)) / spread
     half = z / spread * math.sqrt(rate * (1 - rate) / observations + z * z / (4 * observations**2))
     return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def interval_of_mean(values):
+    """95 % interval of a mean, by the normal approximation -> [low, high]"""
+    values = np.asarray(values, dtype=np.float64)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return [float(values.mean() - half), float(values.mean() + half)]
 
 
 def passes_by_task(records):
@@ -148,7 +158,9 @@ def make_record(played, prices=PRICES):
         **{habit: habit in flaws for habit in HABITS},
         "task": played.task.instance_id,
         "level": played.task.level,
-        # of generated tasks: which split, what its level is called
+        # how much effort the task asked for; of generated tasks: which split, what its level is
+        # called
+        "setting": length_penalty.setting_of(played.task),
         "split": played.task.meta.get("split", "given"),
         "label": played.task.meta.get("label", ""),
         "solved": bool(played.solved),
@@ -179,10 +191,12 @@ def summarize_records(records):
         "tasks": len(by_task),
         "passes": passes,
         "tokens": mean("sampled"),
+        "tokens_interval": interval_of_mean([record["sampled"] for record in records]),
         "effort": mean("effort"),
         "turns": mean("turns"),
         # The median, since a few rollouts that run into a limit would make up most of the mean.
         "cost": float(np.median([record["cost"] for record in records])),
+        **{spent: mean(spent) for spent in SPENT},
         "summaries": mean("summaries"),
         "finished": mean("finished"),
         "no_turn": sum(record["turns"] == 0 for record in records),
@@ -219,23 +233,54 @@ def summarize_levels(records, order=None):
     return {level: summarize_records(levels[level]) for level in order}
 
 
-def summarize_both(records, order=None):
-    """-> numbers of all these records, and by level. order: of the levels"""
-    return {"overall": summarize_records(records), "levels": summarize_levels(records, order)}
+def summarize_both(records, careful=(), order=None):
+    """-> numbers of all these records, by level, and by setting of effort where tasks ask for one.
+    careful: the records of the careful expert on the same tasks; "care" is then the effort over
+    its effort: what the tasks need is divided out. order: of the levels"""
+    needed = {record["task"]: record["effort"] for record in careful}
+
+    def add_care(numbers, records):
+        shared = [record for record in records if record["task"] in needed]
+        if shared:
+            spent = sum(record["effort"] for record in shared)
+            numbers["care"] = spent / sum(needed[record["task"]] for record in shared)
+
+    found = {"overall": summarize_records(records), "levels": summarize_levels(records, order)}
+    add_care(found["overall"], records)
+    for level, numbers in found["levels"].items():
+        add_care(numbers, [record for record in records if record["level"] == level])
+
+    # The same of each setting.
+    settings = [name for name in length_penalty.SETTINGS if name in {r["setting"] for r in records}]
+    if len(settings) > 1:
+        found["settings"] = {}
+        for name in settings:
+            chosen = [record for record in records if record["setting"] == name]
+            found["settings"][name] = summarize_both(chosen, careful, order)
+    return found
 
 
-def summarize_policies(policies):
-    """{name: records} -> what a report is made of. "policies": {name: its numbers "overall" and by
-    "levels"}; "pairs": {name: its comparison with the first policy, if they share a task}. Where
-    there are tasks of the bench beside others, they are apart: "bench" in a policy's numbers holds
-    the same two of them."""
-    numbers = {"policies": {}, "pairs": {}}
-    for name, records in policies.items():
+def summarize_policies(policies, careful=()):
+    """{name: records} -> what a report is made of. "policies": {name: its numbers "overall", by
+    "levels" and by "settings"}; "pairs": {name: its comparison with the first policy, if they share
+    a task}; "careful": the numbers of the careful expert, from its records. Where there are tasks
+    of the bench beside others, they are apart: "bench" in a policy's numbers holds the same of
+    them."""
+
+    def split(records):
         bench = [record for record in records if record["split"] == "bench"]
         rest = [record for record in records if record["split"] != "bench"]
-        numbers["policies"][name] = summarize_both(rest or bench)
-        if rest and bench:
-            numbers["policies"][name]["bench"] = summarize_both(bench, synth_tasks.BENCH_LEVELS)
+        return (rest, bench) if rest else (bench, [])
+
+    numbers = {"policies": {}, "pairs": {}}
+    for name, records in policies.items():
+        rest, bench = split(records)
+        numbers["policies"][name] = summarize_both(rest, careful)
+        if bench:
+            order = synth_tasks.BENCH_LEVELS
+            numbers["policies"][name]["bench"] = summarize_both(bench, careful, order)
+    if careful:
+        numbers["careful"] = summarize_both(split(careful)[0])
 
     # Every other policy is compared with the first one.
     first, *others = policies
@@ -331,8 +376,27 @@ def read_levels(text):
     return tuple(int(word) for word in text.split(","))
 
 
+def ask_for_each(tasks, settings):
+    """The tasks, once for each of these settings of effort"""
+    return [length_penalty.ask_for(task, setting) for setting in settings for task in tasks]
+
+
+def settings_of(config):
+    """Which settings of effort a run was trained with, by its configuration (a dict)"""
+    return tuple(length_penalty.read_weights(config["length_penalty"]))
+
+
 # What a policy acts by, of the configuration that it was trained with
-ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger", "dtype"}
+ACTS_BY = {
+    "length_penalty",
+    "window",
+    "max_turns",
+    "temperature",
+    "draft",
+    "summarize",
+    "trigger",
+    "dtype",
+}
 
 
 def load_policy(folder, device="cpu", plain=False):
@@ -546,8 +610,8 @@ def sampled_segments(groups):
 
 
 def evaluate(run, config, paths, made, published):
-    """Rollouts of held-out tasks by the policies before and after RL -> {name: records}, on every
-    rank. Every rank plays its share of the tasks.
+    """Rollouts of held-out tasks by the policies before and after RL -> ({name: records}, records of
+    the careful expert), on every rank. Every rank plays its share of the tasks.
 
     config, paths, made, published: see Asked in command/evaluation.py, which also writes the
     results. run: a train.Run"""
@@ -557,6 +621,7 @@ def evaluate(run, config, paths, made, published):
     else:
         tasks = held_out(config.eval_tasks, read_levels(config.eval_levels))
         tasks += held_out(config.bench_tasks, synth_tasks.BENCH_LEVELS, "bench")
+    asked = ask_for_each(tasks, settings_of(made))
 
     # In the dtype in which the policy sampled: near a tie another one draws another token.
     policies, first, dtype = {}, next(iter(paths.values())), dtype_of(config)
@@ -575,30 +640,38 @@ def evaluate(run, config, paths, made, published):
             model.compute_in(dtype),
             tokenizer,
             {**made, "plain": config.plain},
-            run.share(tasks),
+            run.share(asked),
             config.eval_samples,
             temperature=config.temperature,
-            numbers=run.share(range(len(tasks))),
+            numbers=run.share(range(len(asked))),
             reference=reference,
         )
         policies[name] = run.gather(records)
-    return policies
+    careful = play_careful_expert(run.share(tasks), tokenizer, made)
+    return policies, run.gather(careful)
 
 
 # ---------------------------------------------------------------- command line
 
 
-def play_expert(sloppy, tasks):
+def play_expert(sloppy, tasks, tokenizer, limits=rollout.Limits(10**6), compact=None):
     """The scripted expert as a policy, graded by the real judge -> records"""
-    # Every byte is a token: no tokenizer has to be trained for it.
-    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
-    limits, sandbox, records = rollout.Limits(10**6), Sandbox(), []
+    sandbox, records = Sandbox(), []
     for task in tasks:
         rng = random.Random(task.instance_id)
-        played = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
+        played = rollout.demonstrate(task, tokenizer, rng, limits, sloppy, compact)
         played.passed = judge(task, played.files, sandbox).solved
         records.append(make_record(played))
     return records
+
+
+def play_careful_expert(tasks, tokenizer, config):
+    """The expert without mistakes on those of the tasks that are generated ones, under the limits
+    of this configuration -> records: what a task needs"""
+    limits = rollout.Limits(config["window"], config["max_turns"])
+    generated = [task for task in tasks if "targets" in task.meta]
+    compact = summarize.make_compaction(config)
+    return play_expert(0.0, generated, tokenizer, limits, compact)
 
 
 def demo():
@@ -609,8 +682,10 @@ def demo():
     # The same tasks for all three, so that the table can compare them task by task.
     tasks = held_out(8)
     care = {"careful": 0.0, "sloppy": 1.0, "hasty": 2.0}
-    policies = {name: play_expert(sloppy, tasks) for name, sloppy in care.items()}
-    numbers = summarize_policies(policies)
+    # Every byte is a token: no tokenizer has to be trained for it.
+    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    policies = {name: play_expert(sloppy, tasks, tokenizer) for name, sloppy in care.items()}
+    numbers = summarize_policies(policies, policies["careful"])
     print(write_report(numbers, out, "eval.json"))
     careful = numbers["policies"]["careful"]["overall"]
     hasty = numbers["policies"]["hasty"]["overall"]
@@ -676,15 +751,16 @@ def main(argv):
                 found[f"{run}, {name}"] = gaps
         return report_mismatch(found)
 
-    # The rollouts. --turns replaces the limit that a run was trained with.
+    # The rollouts. --turns replaces the limit that a run was trained with, --effort its settings.
     policies = {}
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["max_turns"] = args.turns or config["max_turns"]
+        settings = args.effort.split(",") if args.effort else settings_of(config)
         policies[run] = run_policy(
             model.compute_in(dtype_of(SimpleNamespace(**config))),
             tokenizer,
             config,
-            tasks,
+            ask_for_each(tasks, settings),
             args.passes,
             temperature=args.temperature,
             prices=(args.price_in, args.price_out),
@@ -695,7 +771,9 @@ def main(argv):
     kind = "held-out" if args.split == "heldout" else "training"
     if args.tasks:
         kind = "given"
-    numbers = summarize_policies(policies)
+    # What the tasks need, by the tokenizer and under the limits of the first run.
+    _, tokenizer, config = next(iter(models.values()))
+    numbers = summarize_policies(policies, play_careful_expert(tasks, tokenizer, config))
     try:
         print(write_report(numbers, args.out, "eval.json", kind=kind))
     except OSError as error:
@@ -706,7 +784,7 @@ def main(argv):
     if args.gap:
         for run, records in policies.items():
             report_hint_effects(run, records)
-    print(f"\n{args.out}/eval.json, effort.png, score.png")
+    print(f"\n{args.out}/eval.json, score.png, effort.png")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,39 @@
-"""length_penalty.py: a price for effort that is steep for easy tasks and flat for hard ones.
+"""length_penalty.py: a price for effort that is steep for easy tasks and flat for hard ones, and a
+dial for it.
 
-A cost linear in length charges the thousandth token as much as the first, so the cheapest way out
-of a hard task is to give up. A concave cost charges the first steps of every task and almost
-nothing at the end of a long one: the policy becomes quick where it can be and may think where it
-must.
+A cost linear in length charges the thousandth token as much as the first. A concave cost charges
+the first steps of every task and almost nothing at the end of a long one: the policy becomes quick
+where it can be and may think where it must. How much a user wants to pay is said in the prompt, so
+one policy has a curve of score over tokens and not a point.
 
 Stated by Cursor (Composer 2 Technical Report, arXiv 2603.24477, section 4.2): the cost C(x) below,
 increasing and concave, its curvature set by k and q; x is a weighted sum of thinking tokens,
 tool-call tokens, tool-output tokens, final-message tokens, number of tool calls and number of
-turns; parallel tool calls emerge. Ours: k, q, the weights, the scale, the budget rule.
+turns; parallel tool calls emerge. Score is plotted against tokens and cost over settings of effort
+(cursor.com/blog/composer-2-5). Ours: k, q, the weights, the budget, the settings, and that a price
+is paid for solved tasks alone.
 
     C(x)   = ((1 + k x)^(1-q) - 1) / (k (1-q)) = expm1((1-q) log1p(k x)) / (k (1-q))
     C'(x)  = (1 + k x)^-q        the price of the next unit
              q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
-    reward = r - scale * C(x)
+    reward = solved * (1 - w C(x) / C(budget))        0 <= w < 1
 
-A truncated or over-long rollout pays C(budget), so that being cut off is never cheaper than
-finishing. In experiments/penalty.py a rollout that is not solved pays it too, so that giving up is
-not cheaper either.
+Every solved rollout has a larger reward than every failure, and all failures are alike: where a
+failure pays for its effort too, failing fast beats failing late, and the policy learns to give up.
 
-Left out: a coefficient that adapts to a target length (the scale is a constant), and prices per
-tool. The reward is shaped before the group mean is taken, and advantages are never divided by the
-group's standard deviation: in a group that is all correct the cost is the only difference, and
-dividing would blow one token up to the size of a solved task (the demo prints it).
+The dial: a task says `Effort: low`, `medium` or `high`, and w is .6, .2 or 0. All rollouts of a
+group have the same setting; mixed, their advantages would tell which setting was drawn. What a
+demonstration is labelled with is what it did: train.label_demonstrations.
 
-Letters: x effort, k and q curvature, w weights. Everything takes numbers or numpy arrays of any
-shape, in float64.
+Left out: a coefficient that adapts to a target length (w is a constant), and prices per tool. The
+reward is shaped before the group mean is taken, and advantages are never divided by the group's
+standard deviation: in a group that is all correct the cost is the only difference, and dividing
+would blow one token up to the size of a solved task (the demo prints it).
+
+Letters: x effort, k and q curvature, w weight of the price. Everything takes numbers or numpy
+arrays of any shape, in float64.
 
     python length_penalty.py        the curves, the price of the next 100 tokens, reference values
-    python length_penalty.py --k=.1 --q=1 --turns=2
 """
 
 import math
@@ -149,52 +154,76 @@ def compute_effort(counts, weights=Weights()):
 
 @dataclass(frozen=True)
 class Price:
-    """What a rollout pays for its effort: scale * C(effort), up to the price of the budget (all of
-    these numbers are ours). scale = 0: effort is free; q = 0: the linear penalty of the ablation.
-    solved, finished and x are numbers or arrays over rollouts."""
+    """What of a solved task's reward its effort costs: weight * C(effort) / C(budget), and never
+    more than the budget does. weight = 0: effort is free; q = 0: a linear price. All of these
+    numbers are ours. x and worth are numbers or arrays over rollouts."""
 
-    scale: float = 0.03  # of one unit of C, in solved tasks
+    weight: float = 0.2  # of a solved task, at an effort of the budget
     k: float = 1.0  # k and q: the curvature of C
     q: float = 0.5
-    budget: float = math.inf  # the effort at which the price stops rising
+    budget: float = 80.0  # the effort at which the price stops rising
     weights: Weights = Weights()  # of the counts, in the effort
 
     def __post_init__(self):
-        fits = self.scale >= 0 and math.isfinite(self.scale)
-        if not fits:
-            raise ValueError(f"scale must be finite and >= 0, not {self.scale}")
+        if not 0 <= self.weight < 1:
+            raise ValueError(f"the weight of a price is at least 0 and below 1, not {self.weight}")
+        if not 0 < self.budget < math.inf:
+            raise ValueError(f"the budget must be finite and above 0, not {self.budget}")
         concave_cost(0.0, self.k, self.q)  # refuses a k or q out of bounds
 
     def cost(self, x):
-        """What an effort of x costs, in solved tasks"""
-        return self.scale * concave_cost(x, self.k, self.q)
+        """The share of a solved task that an effort of x costs"""
+        most = concave_cost(self.budget, self.k, self.q)
+        return self.weight * concave_cost(np.minimum(x, self.budget), self.k, self.q) / most
 
-    def pays_whole_budget(self, solved, finished):
-        """Who pays for the whole budget, whatever it used? A rollout that a limit cut short: else a
-        policy near the limit could save by being cut off."""
-        return np.logical_not(finished)
-
-    def shape_reward(self, solved, x, finished=True):
-        """The reward: 1 or 0 for the task, less the price of effort x"""
-        reward = np.asarray(solved, dtype=np.float64)
-        if not self.scale:
-            return reward
-        pays_budget = self.pays_whole_budget(solved, finished) | (np.asarray(x) > self.budget)
-        known = math.isfinite(self.budget) or not np.any(pays_budget)
-        assert known, "a truncated rollout is charged the budget: the price needs a finite budget"
-
+    def shape_reward(self, worth, x):
+        """The reward of a rollout. worth: of its result, 0 where the task is not solved"""
         # The price comes off the reward before any mean is taken: within a group the cheaper of two
         # solved rollouts has the larger advantage.
-        return reward - self.cost(np.where(pays_budget, self.budget, x))
+        return np.asarray(worth, dtype=np.float64) * (1 - self.cost(x))
 
 
-FREE = Price(scale=0.0)  # the reward is 1 or 0
+FREE = Price(weight=0.0)  # the reward is 1 or 0
+
+# ---------------------------------------------------------------- the dial
+
+SETTINGS = "low", "medium", "high"
+WEIGHTS = "0.6,0.2,0"  # of the price at these settings
+
+
+def read_weights(text):
+    """The weights of the price, from a flag -> {setting: weight}: 0.6,0.2,0 are those of low,
+    medium and high; of one number, such as 0.2, the setting is "": the task says nothing."""
+    weights = [float(word) for word in str(text).split(",")]
+    for weight in weights:
+        Price(weight)  # refuses a weight out of bounds
+    if len(weights) == 1:
+        return {"": weights[0]}
+    if len(weights) != len(SETTINGS):
+        raise ValueError(f"one weight, or three for {', '.join(SETTINGS)}, not {len(weights)}")
+    return dict(zip(SETTINGS, weights))
+
+
+def effort_line(setting):
+    """What a prompt says of the effort that is wanted"""
+    return f"\nEffort: {setting}" if setting else ""
+
+
+def ask_for(task, setting):
+    """The task with this setting of effort in its prompt"""
+    prompt = task.problem_statement + effort_line(setting)
+    return replace(task, problem_statement=prompt, meta={**task.meta, "effort": setting})
+
+
+def setting_of(task):
+    """Which effort a task asks for; "" where it says nothing"""
+    return task.meta.get("effort", "")
 
 
 def effort_budget(window, turns):
-    """The effort at which the price stops rising, and which a truncated rollout pays for. An agent
-    with a context of `window` tokens and `turns` turns cannot spend more in one context, so every
-    rollout that fits pays for what it spent.
+    """The effort at which the price stops rising. An agent with a context of `window` tokens and
+    `turns` turns cannot spend more in one context, so every rollout that fits pays for what it
+    spent.
 
     It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
     Rollouts of more than 40 turns have several contexts, so there the tokens grow in proportion to
@@ -207,31 +236,13 @@ def effort_budget(window, turns):
 
 
 def linear_price(price, x):
-    """The linear price that charges as much at effort x as this one. A fair ablation compares a
-    concave price with this."""
-    return replace(price, scale=float(price.cost(x) / x), q=0.0)
-
-
-def margin_over_quitting(solved, x_solving, x_quitting, price):
-    """Expected reward of trying minus that of giving up at once. solved: the probability that
-    trying succeeds. Keep the margin above .1 on every level: where it is negative, the reward
-    teaches the policy to quit."""
-    return solved - (price.cost(x_solving) - price.cost(x_quitting))
+    """The linear price that charges as much at effort x as this one, x at most the budget. A fair
+    ablation compares a concave price with this."""
+    weight = float(price.cost(x)) * price.budget / x
+    return replace(price, weight=weight, q=0.0)
 
 
 # ---------------------------------------------------------------- demo
-
-
-def price_curves(x, price):
-    """Over effort x: {penalty: (what a rollout pays, what its next 100 tokens cost)}"""
-    # Beside the price asked for: a straight line, and two curves that bend more.
-    prices = {
-        f"k={price.k:g} q={price.q:g}": price,
-        "linear, equal at x=9": linear_price(price, 9),
-        "k=1 q=1": replace(price, k=1.0, q=1.0),
-        "k=.1 q=2, bounded": replace(price, k=0.1, q=2.0),
-    }
-    return {name: (one.cost(x), cost_of_going_on(x, one)) for name, one in prices.items()}
 
 
 def cost_of_going_on(x, price):
@@ -250,16 +261,12 @@ def print_reference():
     return worst
 
 
-def print_margins(price):
-    """Is trying worth its price, by how much effort the task takes?"""
-    # Equal at effort 9, so that only the shape of the two penalties differs.
-    even = linear_price(price, 9)
-    print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
-    print("(the two penalties are equal at effort 9)")
-    for x in (5, 9, 13, 21):
-        concave = margin_over_quitting(0.9, x, 3, price)
-        linear = margin_over_quitting(0.9, x, 3, even)
-        print(f"  effort {x:2}: this penalty {concave:+.2f}    linear {linear:+.2f}")
+def print_rewards(price):
+    """What a solved task is worth, by effort and setting"""
+    print("reward of a solved task   x = 5       9      13      21      80")
+    for setting, weight in read_weights(WEIGHTS).items():
+        reward = replace(price, weight=weight).shape_reward(1, [5, 9, 13, 21, 80])
+        print(f"  Effort: {setting:14}" + "".join(f"{r:8.3f}" for r in reward))
 
 
 def print_groups(price):
@@ -281,40 +288,22 @@ def print_groups(price):
     return sizes
 
 
-def parse_penalty_flags(parser, argv):
-    """-> the Price that the flags ask for. A bad value is one line and exit code 2."""
-    # The scale and the curvature, and one flag per weight. Their defaults are the recipe's.
-    for name in ("scale", "k", "q"):
-        parser.add_argument(f"--{name}", type=float, default=getattr(Price, name))
-    for field in fields(Weights):
-        about = "weight in the effort"
-        parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
-    args = parser.parse_args(argv)
-
-    # Price and Weights check their own values.
-    try:
-        weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
-        price = Price(args.scale, args.k, args.q, weights=weights)
-        for name, value in vars(args).items():
-            if value > 1e6:
-                raise ValueError(f"--{name}={value:g}: at most 1e6")
-    except ValueError as problem:
-        parser.error(problem)
-    return price
-
-
-def demo(price):
+def demo():
     from demos.demo_figures import draw_prices
 
+    price = Price()
     worst = print_reference()
-    print_margins(price)
+    print_rewards(price)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
 
-    # The price of the next 100 tokens falls with what was spent before.
-    path = "out/length_penalty.png"
-    x = np.linspace(0, 60, 400)
-    draw_prices(x, price_curves(x, price), path)
+    # The settings, and a straight line; the price of the next 100 tokens falls with what was spent.
+    prices = {"linear, equal at x=9": linear_price(price, 9)}
+    for setting, weight in read_weights(WEIGHTS).items():
+        prices[f"Effort: {setting}"] = replace(price, weight=weight)
+    path, x = "out/length_penalty.png", np.linspace(0, 60, 400)
+    curves = {name: (one.cost(x), cost_of_going_on(x, one)) for name, one in prices.items()}
+    draw_prices(x, curves, path)
     first, later = cost_of_going_on(np.array([0, 40.0]), price)
     print(
         f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
@@ -325,12 +314,9 @@ def demo(price):
 
 
 def main(argv):
-    from command.flags import make_parser
-    from demos.demonstration import draw_or_refuse
+    from demos.demonstration import run_demo
 
-    parser = make_parser("length_penalty.py", "The curves of the length penalty.")
-    price = parse_penalty_flags(parser, argv)
-    draw_or_refuse("length_penalty.py", lambda: demo(price))
+    run_demo("length_penalty.py", "The curves of the length penalty.", demo, argv)
 
 
 if __name__ == "__main__":

@@ -731,15 +731,15 @@ NOT_KEPT = 0.5
 def grade(rollout, price=FREE):
     """Sets the counts, solved, kept and the reward of a rollout; nothing else sets them. It is
     solved if the agent ended by itself and the hidden tests pass: what a limit cut short has
-    submitted nothing, even if its files pass them. The reward is 1 or 0, less the price of effort;
-    NOT_KEPT of it is left where a second instruction was not kept."""
+    submitted nothing, even if its files pass them. Then its worth is 1, or NOT_KEPT where a second
+    instruction was not kept, and the reward is that less the price of effort."""
     rollout.stats = count_effort(rollout, price.weights)
     rollout.solved = rollout.passed and rollout.finished
     calls = [(call.name, call.args) for turn in rollout.turns for call in turn.calls]
     message = rollout.turns[-1].text if rollout.finished else ""
     rollout.kept = is_kept(rollout.task, rollout.files, calls, message)
     worth = rollout.solved * (NOT_KEPT if rollout.kept is False else 1.0)
-    rollout.reward = float(price.shape_reward(worth, rollout.stats["effort"], rollout.finished))
+    rollout.reward = float(price.shape_reward(worth, rollout.stats["effort"]))
 
 
 def sample_groups(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):

@@ -32,6 +32,7 @@ Left out: data mixing, deduplication, and every private number.
 
 import contextlib
 import gc
+import itertools
 import random
 import sys
 import tempfile
@@ -292,8 +293,9 @@ class Config:
     habits: str = flag(
         "unavailable_tool", stages="sft rl", choices=feedback_distill.RULES, several=True
     )
-    # weight of the price of effort, C(effort); 0: off
-    length_penalty: float = flag(length_penalty.Price.scale, stages="rl")
+    # weights of the price of effort in tasks that ask for low, medium and high effort, each at least
+    # 0 and below 1. A single one: tasks say nothing of effort, and all have this price; 0: off
+    length_penalty: str = flag(length_penalty.WEIGHTS, stages=AGENT)
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
     summarize: bool = flag(True, stages=AGENT)
@@ -331,8 +333,8 @@ class Config:
     )
     # per row of the bench, whose names and compositions no training has; 0: without it
     bench_tasks: int = flag(10, stages="eval", may_change=True, idle_with="tasks", tiny=1)
-    # rollouts per task
-    eval_samples: int = flag(2, stages="eval", at_least=1, may_change=True, tiny=1)
+    # rollouts per task and setting of effort
+    eval_samples: int = flag(1, stages="eval", at_least=1, may_change=True, tiny=1)
 
     @property
     def text_window(self):
@@ -364,6 +366,11 @@ def levels_of(config):
     return eval.read_levels(config.levels)
 
 
+def settings(config):
+    """How much effort tasks ask for; ("",) where they say nothing of it"""
+    return tuple(length_penalty.read_weights(config.length_penalty))
+
+
 def accumulate(sums, key, value):
     """Adds a micro-batch's value to a sum over the step. value: a number, or a tensor, which stays
     on its device"""
@@ -383,9 +390,11 @@ def train_tokenizer(config):
         if size > 800_000:
             break
     # The vocabulary is what was learned from them, and the control tokens.
-    texts = sample + synth_tasks.example_texts(1500, config.seed, levels_of(config))
+    demos = synth_tasks.example_texts(1500, config.seed, levels_of(config))
+    for i, setting in zip(range(len(demos)), itertools.cycle(settings(config))):
+        demos[i] += length_penalty.effort_line(setting)
     learned = config.vocab - len(rollout.CONTROLS)
-    return rollout.Tokenizer(bpe.train_bpe(texts, learned, rollout.SPLIT))
+    return rollout.Tokenizer(bpe.train_bpe(sample + demos, learned, rollout.SPLIT))
 
 
 def seq_len_divisor(step, config):
@@ -561,7 +570,7 @@ def demonstration_levels(levels):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> [(number of a demonstration, its segments)], each task from its own seed. A rollout with
+    """-> [(number of a demonstration, its Rollout)], each task from its own seed. A rollout with
     summaries has several segments, and each is a training sequence."""
     cycle, pairs = demonstration_levels(levels_of(config)), []
     for i in bar(numbers, "demonstrations"):
@@ -582,13 +591,12 @@ NEUTRAL_HINT_RATE = 0.05
 
 
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
-    """What the sloppy expert does with a task, with hints above some of its turns -> the segments
-    to learn from: those that fit the window and hold a turn of the expert. more: see
-    feedback_distill.demonstrate_with_hints."""
+    """What the sloppy expert does with a task, with hints above some of its turns -> a Rollout.
+    more: see feedback_distill.demonstrate_with_hints."""
     # Demonstrations hold hints of those rules alone that have a reminder.
     known = feedback_distill.REMINDERS
     reminders = {habit: known[habit] for habit in habits(config) if habit in known}
-    played = feedback_distill.demonstrate_with_hints(
+    return feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
         rng,
@@ -600,13 +608,23 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
         NEUTRAL_HINT_RATE,
         **more,
     )
-    # Only what fits the window, and has a turn to learn from.
-    segments = []
-    for segment in played.segments:
-        roles = {turn.role for turn in segment.turns}
-        if len(segment) <= config.window and "assistant" in roles:
-            segments.append(segment)
-    return segments
+
+
+def measure_care(config, played, number, tokenizer, compact):
+    """The effort of a demonstration over that of the expert who makes no mistakes on the same task:
+    what the task needs is divided out"""
+    rng = random.Random(f"{config.seed}/careful/{number}")
+    careful = rollout.demonstrate(played.task, tokenizer, rng, agent_limits(config), 0.0, compact)
+    efforts = [length_penalty.count_effort(one)["effort"] for one in (played, careful)]
+    # Where a task leaves no room for a turn, both are 0.
+    return efforts[0] / max(1.0, efforts[1])
+
+
+def choose_settings(cares, number):
+    """Which of so many settings each demonstration shows, as an index: the lowest third of cares is
+    0 (low), and so on. cares (N,): of all demonstrations, see measure_care"""
+    cuts = np.quantile(cares, np.arange(1, number) / number)
+    return np.searchsorted(cuts, cares)
 
 
 def make_training_task(config, level, seed):
@@ -631,6 +649,7 @@ class Demonstrations(Source):
         # Every rank makes a share of the demonstrations, and then gets all of them.
         numbers = run.share(range(config.demos))
         mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
+        mine = self.label_by_effort(mine)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
         self.segments = []
         for _, segments in made:
@@ -649,6 +668,36 @@ class Demonstrations(Source):
         self.batches = self.plan_batches()
         self.names = self.mark_tokens(WORDS - CONSTANTS)
         self.constants = self.mark_tokens(CONSTANTS)
+
+    def label_by_effort(self, pairs):
+        """Each demonstration asks for the effort that it shows -> [(number, its segments)]. pairs:
+        this rank's, see make_demonstrations"""
+        run, config, names = self.run, self.run.config, settings(self.run.config)
+        if len(names) > 1:
+            # The settings are thirds of all demonstrations, those of other ranks too.
+            cares = {}
+            for number, played in pairs:
+                cares[number] = measure_care(config, played, number, run.tokenizer, run.compact)
+            everyone = dict(run.gather(list(cares.items())))
+            order = sorted(everyone)
+            chosen = choose_settings([everyone[n] for n in order], len(names))
+            chosen = dict(zip(order, chosen))
+
+            # The line stands in the prompt, with which each segment begins.
+            for number, played in pairs:
+                asked = length_penalty.ask_for(played.task, names[chosen[number]])
+                for segment in played.segments:
+                    segment.turns[0] = rollout.opening_turn(run.tokenizer, asked)
+        return [(number, self.learnable_segments(played)) for number, played in pairs]
+
+    def learnable_segments(self, played):
+        """Those of a demonstration that fit the window and hold a turn of the expert"""
+        segments = []
+        for segment in played.segments:
+            roles = {turn.role for turn in segment.turns}
+            if len(segment) <= self.run.config.window and "assistant" in roles:
+                segments.append(segment)
+        return segments
 
     def plan_batches(self):
         """For each step two groups of indices of segments, each with half of the batch's tokens.
@@ -730,7 +779,10 @@ class Demonstrations(Source):
         # This rank's share of the tasks, as the expert solves them without a mistake.
         limits, careful = agent_limits(config), 0.0
         segments = []
-        for task in run.share(eval.held_out(12, levels_of(config))):
+        tasks = eval.held_out(12, levels_of(config))
+        for number, task in run.share(list(enumerate(tasks))):
+            names = settings(config)
+            task = length_penalty.ask_for(task, names[number % len(names)])
             rng = random.Random(task.instance_id)
             played = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
             for segment in played.segments:
@@ -769,7 +821,7 @@ class Reinforcement(Source):
 
     def __init__(self, run):
         self.run, config = run, run.config
-        # {step: the handle of its rollouts}, {step: [(level, number) of each of its tasks]}. With
+        # {step: the handle of its rollouts}, {step: [(level, number, effort) of each of its tasks]}. With
         # workers, sampling runs ahead of training by up to max_staleness steps.
         self.pending_rollouts, self.sampled_tasks = {}, {}
         self.max_staleness = config.staleness if config.workers else 0
@@ -784,7 +836,9 @@ class Reinforcement(Source):
         if config.kl_coef:
             self.reference = feedback_distill.Teacher(run.model, "frozen")
         budget = length_penalty.effort_budget(config.window, config.max_turns)
-        self.price = length_penalty.Price(config.length_penalty, budget=budget)
+        self.prices = {}  # of each setting
+        for setting, weight in length_penalty.read_weights(config.length_penalty).items():
+            self.prices[setting] = length_penalty.Price(weight, budget=budget)
 
     def start_samplers(self):
         """Sets self.workers, which play the rollouts, and self.publisher, which gives them the
@@ -853,16 +907,23 @@ class Reinforcement(Source):
         if step not in self.sampled_tasks:
             rng = random.Random(f"{config.seed}/rl/{step}")
             sampled = [self.curriculum.next(rng) for _ in range(config.tasks_per_step)]
-            self.sampled_tasks[step] = sorted(sampled)
+            # All rollouts of a task ask for the same effort: else the advantages of a group would
+            # tell which setting was drawn.
+            names = settings(config)
+            efforts = [names[(i + step) % len(names)] for i in range(len(sampled))]
+            rng.shuffle(efforts)
+            self.sampled_tasks[step] = sorted(
+                (*drawn, effort) for drawn, effort in zip(sampled, efforts)
+            )
 
         tasks = []
-        for level, number in self.sampled_tasks[step]:
+        for level, number, effort in self.sampled_tasks[step]:
             given = (
                 self.tasks[level][number]
                 if self.tasks
                 else make_training_task(config, level, number)
             )
-            tasks.append(given)
+            tasks.append(length_penalty.ask_for(given, effort))
         return tasks
 
     # ---- rollouts and their reward
@@ -875,7 +936,7 @@ class Reinforcement(Source):
         groups = self.collect_rollouts(step, log)
         for group in groups:
             for played in group:
-                rollout.grade(played, self.price)
+                rollout.grade(played, self.prices[length_penalty.setting_of(played.task)])
         turns = sum(played.stats["turns"] for group in groups for played in group)
         if step == 0 and not self.run.sum(turns):
             usage_error(
@@ -1517,8 +1578,8 @@ def evaluate_run(config, given, sources):
     run.say(describe_stage(config, sources))
     run.say_edits()
     if not evaluation.is_done(run, asked):
-        policies = eval.evaluate(run, asked.config, asked.paths, asked.made, asked.published)
-        evaluation.write_evaluation(run, asked, eval.summarize_policies(policies))
+        records = eval.evaluate(run, asked.config, asked.paths, asked.made, asked.published)
+        evaluation.write_evaluation(run, asked, eval.summarize_policies(*records))
 
 
 def main(argv):

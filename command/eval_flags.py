@@ -10,6 +10,7 @@ import os
 from functools import partial
 
 from command import flags
+from length_penalty import SETTINGS
 
 usage_error = partial(flags.usage_error, program="eval.py")
 
@@ -32,7 +33,7 @@ def parse_eval_flags(argv, default_levels, most_levels):
     known = tuple(map(str, range(most_levels)))
     add("levels", default_levels, levels, "str", choices=known, several=True)
     add("bench", 0, "tasks per row of the bench; 0: without it")
-    add("passes", 2, "rollouts per task", at_least=1)
+    add("passes", 1, "rollouts per task and setting", at_least=1)
     add("turns", 0, "of a rollout (default: those of the run's RL)")
     add("temperature", None, "of sampling (default: that of the run's RL)", "float")
     tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
@@ -41,6 +42,9 @@ def parse_eval_flags(argv, default_levels, most_levels):
     parser.add_argument(
         "--split", choices=("heldout", "train", "bench"), default="heldout", help=split
     )
+
+    effort = "settings that the tasks ask for, with commas (default: those of the run's RL)"
+    add("effort", None, effort, "str", choices=SETTINGS, several=True)
 
     # What is reported.
     add("price_in", 0.5, "$ per million tokens", "float")

@@ -88,7 +88,7 @@ def find_policies(run, given, sizes, patch):
         )
 
     # A flag that was typed must agree with how the policy was made: its shape and its rules.
-    rules = ["window", "max_turns", "draft", "summarize", "trigger", "dtype"]
+    rules = ["window", "max_turns", "draft", "summarize", "trigger", "dtype", "length_penalty"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
         if given.get(name, made[name]) != made[name]:

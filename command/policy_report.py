@@ -1,11 +1,10 @@
 """command/policy_report.py: policies compared, as a table and as figures.
 
 eval.summarize_policies makes the numbers. Here they become what a person reads: the table (solved,
-levels, pass@k, what it takes), effort.png (does effort follow difficulty?), score.png (what does a
-solved task cost in tokens?), and the answers to --mismatch and --gap.
+levels, pass@k, what it takes), score.png (what does a solved task cost, in tokens and in dollars?), effort.png
+(does effort follow difficulty?), and the answers to --mismatch and --gap.
 
-It stands apart from eval.py because the numbers are the concept and a table only shows them. Left
-out: figures of cost, which differ from those of tokens by the prices alone.
+It stands apart from eval.py because the numbers are the concept and a table only shows them.
 """
 
 import math
@@ -41,6 +40,10 @@ ROWS = {
     "summaries": ("summaries per task", "{:.2f}", 1),
     "finished": ("ended by itself", "{:.3f}", 1),
     "calls_per_turn": ("calls per turn", "{:.2f}", 1),
+    "thinking_tokens": ("tokens of thoughts", "{:.1f}", 1),
+    "call_tokens": ("tokens of calls", "{:.1f}", 1),
+    "final_tokens": ("tokens of the last message", "{:.1f}", 1),
+    "output_tokens": ("tokens of the tools' answers", "{:.1f}", 1),
     "communication": ("messages too long, or none", "{:.3f}", 1),
     "code_style": ("comments left in code", "{:.3f}", 1),
 }
@@ -55,7 +58,7 @@ def format_table(numbers, kind="held-out"):
     policies = numbers["policies"]
     whole = [policy["overall"] for policy in policies.values()]
     levels = [policy["levels"] for policy in policies.values()]
-    width = max(14, 2 + max(map(len, policies)))
+    width = max(18, 2 + max(map(len, policies)))
     lines = []
 
     def add_row(label, cells):
@@ -68,6 +71,12 @@ def format_table(numbers, kind="held-out"):
     for label, cells in pair_rows(numbers):
         add_row(label, cells)
 
+    # By what was asked for, and by how hard it is.
+    if all("settings" in policy for policy in policies.values()):
+        rows = [policy["settings"] for policy in policies.values()]
+        for setting in rows[0]:
+            by_setting = [row.get(setting, {}).get("overall") for row in rows]
+            add_row(f"  effort {setting}", [describe_cell(row) for row in by_setting])
     add_levels(add_row, levels)
 
     # Several chances at a task, as far as the first policy had so many passes.
@@ -109,15 +118,18 @@ def add_levels(add_row, levels):
     """A row for each level of the first policy; another one may have been given other tasks.
     levels: of each policy {level: its numbers}"""
     for level, first in levels[0].items():
-        cells = []
-        for by_level in levels:
-            cell = "-"
-            if level in by_level:
-                row = by_level[level]
-                cell = f"{row['solved']:.2f} ({row['tokens']:.0f})"
-            cells.append(cell)
+        cells = [describe_cell(by_level.get(level)) for by_level in levels]
         name = first["label"] or "solved (tokens)"
         add_row(f"  level {level}: {name}", cells)
+
+
+def describe_cell(row):
+    """What is solved, with how many tokens, and how many times the careful expert's effort; row:
+    numbers of some records, or None"""
+    if row is None:
+        return "-"
+    care = f", {row['care']:.2f}x" if "care" in row else ""
+    return f"{row['solved']:.2f} ({row['tokens']:.0f}{care})"
 
 
 def pair_rows(numbers):
@@ -171,11 +183,12 @@ def annotate(ax, text, place, offset, **style):
 
 
 def draw_policies(numbers, folder):
-    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
-    the levels; bench.png, where there is a bench: what each policy knows of it"""
+    """score.png: solved against tokens and against cost, a line per policy over its settings of
+    effort; effort.png: tokens by level, a line per setting; bench.png, where there is a bench: what
+    each policy knows of it"""
     policies = numbers["policies"]
-    draw_effort(policies, Path(folder, "effort.png"))
-    draw_score(policies, Path(folder, "score.png"))
+    draw_score(policies, numbers.get("careful"), Path(folder, "score.png"))
+    draw_effort(policies, numbers.get("careful"), Path(folder, "effort.png"))
     benches = {name: policy["bench"] for name, policy in policies.items() if "bench" in policy}
     if benches:
         draw_bench(benches, Path(folder, "bench.png"))
@@ -205,45 +218,66 @@ def draw_bench(benches, path):
     figure.savefig(path, dpi=120)
 
 
-def draw_effort(policies, path):
-    """policies: {name: its numbers, overall and by levels}"""
-    figure, ax = drawing.make_axes(
-        "Effort follows difficulty?", "level of the task", "sampled tokens per task"
+def settings_of(policy):
+    """{setting of effort: numbers, overall and by levels} of a policy; of one whose tasks say
+    nothing of effort {"": its numbers}"""
+    return policy.get("settings") or {"": policy}
+
+
+def draw_effort(policies, careful, path):
+    """A panel for each policy: tokens by level, a line per setting; dashed what a careful expert
+    needs. policies: {name: its numbers, overall and by levels}; careful: the same or None"""
+    figure, axes = drawing.make_axes(
+        "Does effort follow difficulty?", "level of the task", "sampled tokens", len(policies)
     )
-    levels = {name: policy["levels"] for name, policy in policies.items()}
-    for name, rows in levels.items():
-        ax.plot(list(rows), [row["tokens"] for row in rows.values()], "o-", label=name)
-        # A number stands above its point where it is the highest of its level, else below.
-        for level, row in rows.items():
-            tokens = row["tokens"]
-            others = [other[level]["tokens"] for other in levels.values() if level in other]
-            offset = (0, 6) if tokens >= max(others) else (0, -12)
-            annotate(ax, f"{tokens:.0f}", (level, tokens), offset, ha="center", fontsize=7)
-    ax.legend()
+    for ax, (name, policy) in zip(np.atleast_1d(axes), policies.items()):
+        for setting, numbers in settings_of(policy).items():
+            rows = numbers["levels"]
+            tokens = [row["tokens"] for row in rows.values()]
+            label = f"{setting or 'all'}: {numbers['overall']['tokens']:.0f}"
+            ax.plot(range(len(rows)), tokens, "o-", label=label)
+        if careful:
+            needed = [careful["levels"].get(level) for level in policy["levels"]]
+            tokens = [row["tokens"] if row else math.nan for row in needed]
+            ax.plot(range(len(tokens)), tokens, "k--", label="careful expert")
+        ax.set_xticks(range(len(policy["levels"])), list(policy["levels"]))
+        ax.set(title=name, xlabel="level of the task", ylim=(0, None))
+        ax.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
-def draw_score(policies, path):
-    """A small point for each level, a star for all of a policy's tasks"""
-    figure, ax = drawing.make_axes(
-        "Score against tokens (one point per level)", "sampled tokens per task", "solved"
+def draw_score(policies, careful, path):
+    """Solved against tokens and against median cost: a line for each policy over its settings of
+    effort, with 95 % intervals, and a star for the careful expert. careful: its numbers or None"""
+    figure, (left, right) = drawing.make_axes(
+        "What does a solved task cost?", "sampled tokens per task", "solved", 2
     )
     for name, policy in policies.items():
-        # The levels, each with its number beside the point.
-        rows, whole = policy["levels"], policy["overall"]
-        tokens = [row["tokens"] for row in rows.values()]
-        solved = [row["solved"] for row in rows.values()]
-        points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
-        for level, place in zip(rows, zip(tokens, solved)):
-            annotate(ax, str(level), place, (4, -8), fontsize=7)
-
-        # All tasks together, in the same colour.
-        place = whole["tokens"], whole["solved"]
-        ax.plot(*place, "*", markersize=16, color=points[0].get_color())
-        text = f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens"
-        annotate(ax, text, place, (8, 8), fontsize=8)
-    ax.set_ylim(0, 1.15)
-    ax.legend(loc="lower right")
+        settings = settings_of(policy)
+        rows = [numbers["overall"] for numbers in settings.values()]
+        solved = np.array([row["solved"] for row in rows])
+        tokens = np.array([row["tokens"] for row in rows])
+        low, high = np.array([row["interval"] for row in rows]).T
+        least, most = np.array([row["tokens_interval"] for row in rows]).T
+        # Of few passes an interval may lie beside the share by a rounding error.
+        up = np.maximum([solved - low, high - solved], 0)
+        across = np.maximum([tokens - least, most - tokens], 0)
+        label = f"{name}: {policy['overall']['solved']:.2f}"
+        left.errorbar(tokens, solved, up, across, fmt="o-", capsize=2, label=label)
+        cost = [1000 * row["cost"] for row in rows]
+        right.errorbar(cost, solved, up, fmt="o-", capsize=2, label=label)
+        for setting, *place in zip(settings, tokens, cost, solved):
+            annotate(left, setting, (place[0], place[2]), (5, -11), fontsize=8)
+            annotate(right, setting, (place[1], place[2]), (5, -11), fontsize=8)
+    if careful:
+        row = careful["overall"]
+        left.plot(row["tokens"], row["solved"], "k*", markersize=12, label="careful expert")
+        right.plot(1000 * row["cost"], row["solved"], "k*", markersize=12)
+    right.set_xlabel("median cost, $ per 1000 tasks")
+    for ax in (left, right):
+        ax.set_xscale("log")
+        ax.set_ylim(0, 1.05)
+    left.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
 
 

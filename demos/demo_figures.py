@@ -99,7 +99,7 @@ def draw_prices(x, curves, path):
     """curves: {name: (what a rollout of effort x pays, what its next 100 tokens cost)}"""
     # Left the price of a whole rollout, right that of going on: the legend has its two ends.
     title = "What a rollout pays"
-    y = "scale * C(x), in units of one solved task"
+    y = "w C(x) / C(budget), in units of one solved task"
     figure, (left, right) = make_axes(title, "effort x", y, 2)
     for name, (paid, price) in curves.items():
         left.plot(x, paid, label=name)

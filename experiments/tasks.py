@@ -74,6 +74,7 @@ def add_seen_tasks(config, number):
     tasks = []
     for level in eval.read_levels(config.eval_levels):
         tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
+    tasks = eval.ask_for_each(tasks, eval.settings_of(saved))
 
     # Each rank plays its share. As in the recipe's evaluation, the rules are those of the run.
     mine = eval.run_policy(
