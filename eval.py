@@ -730,7 +730,7 @@ def main(argv):
     )
 
     levels = ",".join(map(str, LEVELS))
-    args = parse_eval_flags(argv, levels, len(synth_tasks.LEVELS))
+    args = parse_eval_flags(argv, levels, len(synth_tasks.LEVELS), length_penalty.SETTINGS)
     if args.runs == ["demo"] and not Path("demo").exists():
         return draw_or_refuse("eval.py", demo)
 

@@ -371,14 +371,13 @@ def demonstrate_with_hints(
     remind={},
     hint_rate=0.0,
     neutral_rate=0.0,
-    restless=0.0,
 ):
     """A demonstration in which hints replace some of the expert's flaws -> Rollout. It is for
     fine-tuning: a model this small cannot understand a hint if it has never seen one. sloppy: how
-    often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
+    often the expert errs; the others: see hinted_moves."""
     # The expert plays without hints in its context ...
     hint_texts = {}
-    moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
+    moves = expert(task, rng, sloppy, untidy="code_style" in remind)
     moves = hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts)
     rollout = play_moves(task, tokenizer, moves, limits, compact)
 

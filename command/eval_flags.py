@@ -10,14 +10,13 @@ import os
 from functools import partial
 
 from command import flags
-from length_penalty import SETTINGS
 
 usage_error = partial(flags.usage_error, program="eval.py")
 
 
-def parse_eval_flags(argv, default_levels, most_levels):
+def parse_eval_flags(argv, default_levels, most_levels, settings):
     """-> the values of all flags, checked. default_levels: those of the tasks if nothing
-    else is asked for, with commas; most_levels: how many there are"""
+    else is asked for, with commas; most_levels: how many there are; settings: of effort"""
     parser = flags.make_parser("eval.py", "Score runs on held-out tasks.")
 
     def add(name, default, about, kind="int", **limits):
@@ -44,7 +43,7 @@ def parse_eval_flags(argv, default_levels, most_levels):
     )
 
     effort = "settings that the tasks ask for, with commas (default: those of the run's RL)"
-    add("effort", None, effort, "str", choices=SETTINGS, several=True)
+    add("effort", None, effort, "str", choices=settings, several=True)
 
     # What is reported.
     add("price_in", 0.5, "$ per million tokens", "float")

@@ -114,6 +114,11 @@ def line(
         finished=finished,
         communication=False,
         code_style=False,
+        setting="",
+        thinking_tokens=1,
+        call_tokens=sampled - 3,
+        final_tokens=2,
+        output_tokens=5,
     )
 
 
@@ -152,6 +157,65 @@ def test_a_summary_of_hand_made_records():
     )
     assert 0 <= s["interval"][0] <= s["solved"] <= s["interval"][1] <= 1
     json.dumps(s)
+
+
+def test_settings_of_effort_and_the_careful_expert_are_numbers_of_their_own(tmp_path):
+    # By hand: three tasks at three settings; the careful expert needs an effort of 2, 2 and 6.
+    efforts = {"low": (2, 2, 3), "medium": (2, 4, 6), "high": (4, 4, 12)}
+    records = []
+    for setting, (a, b, c) in efforts.items():
+        records += [
+            dict(line("a", 0, True, 10 * a, effort=a), setting=setting),
+            dict(line("b", 0, setting != "low", 10 * b, effort=b), setting=setting),
+            dict(line("c", 3, setting == "high", 10 * c, effort=c), setting=setting),
+        ]
+    careful = [
+        line("a", 0, True, 15, effort=2.0),
+        line("b", 0, True, 15, effort=2.0),
+        line("c", 3, True, 60, effort=6.0),
+    ]
+    numbers = evaluation.summarize_policies({"one": records}, careful)
+    one = numbers["policies"]["one"]
+    solved = {name: row["overall"]["solved"] for name, row in one["settings"].items()}
+    assert solved == pytest.approx({"low": 1 / 3, "medium": 2 / 3, "high": 1.0})
+    care = {name: row["overall"]["care"] for name, row in one["settings"].items()}
+    assert care == pytest.approx({"low": 7 / 10, "medium": 12 / 10, "high": 20 / 10})
+    assert one["settings"]["high"]["levels"][3]["care"] == pytest.approx(2.0)
+    assert one["overall"]["care"] == pytest.approx(39 / 30) and one["overall"]["tasks"] == 3
+    assert numbers["careful"]["overall"]["tokens"] == 30
+
+    # The table and the figures.
+    text = policy_report.write_report(numbers, tmp_path, "eval.json")
+    rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
+    assert rows["effort low"] == ["0.33", "(23,", "0.70x)"]
+    assert rows["effort high"] == ["1.00", "(67,", "2.00x)"]
+    assert rows["tokens of thoughts"] == ["1.0"] and rows["tokens of the last message"] == ["2.0"]
+    assert rows["tokens of calls"] == ["40.3"] and rows["tokens of the tools' answers"] == ["5.0"]
+    for name in ("effort.png", "score.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_approximation():
+    low, high = evaluation.interval_of_mean([1, 2, 3, 4])
+    half = 1.96 * (5 / 3) ** 0.5 / 2
+    assert (low, high) == (pytest.approx(2.5 - half), pytest.approx(2.5 + half))
+    assert evaluation.interval_of_mean([7]) == [7, 7]
+
+
+def test_each_task_is_asked_for_once_at_each_setting():
+    tasks = evaluation.held_out(2, [0, 3])
+    asked = evaluation.ask_for_each(tasks, ("low", "high"))
+    assert [task.meta["effort"] for task in asked] == ["low"] * 4 + ["high"] * 4
+    assert [task.instance_id for task in asked] == 2 * [task.instance_id for task in tasks]
+    assert all(f"Effort: {task.meta['effort']}" in task.problem_statement for task in asked)
+
+
+def test_the_careful_expert_solves_every_task_and_says_what_it_takes():
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    config = dict(window=10**6, max_turns=100, summarize=False)
+    records = evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
+    assert len(records) == 12 and all(record["solved"] for record in records)
+    assert records == evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
 
 
 def test_a_lost_rollout_takes_its_task_alone_out_of_pass_at_2():
@@ -407,6 +471,7 @@ def run(tmp_path_factory):
             "yarn": 2.0,
             "window": 800,
             "trigger": 0.7,
+            "length_penalty": "0.2",
             "temperature": 1.0,
             "summarize": True,
             "max_turns": 3,
@@ -632,15 +697,15 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
 
 
 def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
-    tasks = evaluation.held_out(2)
-    assert all(r["solved"] for r in evaluation.play_expert(0.0, tasks))
+    tasks, tokenizer = evaluation.held_out(2), Tokenizer({bytes([b]): b for b in range(256)})
+    assert all(r["solved"] for r in evaluation.play_expert(0.0, tasks, tokenizer))
     nothing = [
         Task(**{**vars(t), "meta": {**t.meta, "targets": t.meta["targets"][:1]}})
         for t in tasks
         if t.level > 2
     ]
     # A lazy expert: with only the first target in its task, it puts back only the first function.
-    assert not any(r["solved"] for r in evaluation.play_expert(0.0, nothing))
+    assert not any(r["solved"] for r in evaluation.play_expert(0.0, nothing, tokenizer))
 
 
 # ---------------------------------------------------------------- the command line
@@ -659,6 +724,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["--levels=18", "out"], "a list, with commas"),
         (["--levels=0-5", "out"], "a list, with commas"),
         (["--turns=-1", "out"], "--turns"),
+        (["--effort=lo", "out"], "a list, with commas, of low, medium, high"),
         (["no/such/run"], "no/such/run"),
         (["{here}"], "{here}"),
         (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
@@ -699,10 +765,16 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         "run_policy",
         lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
-    for words, levels in ((("--levels=0,7", "--turns=2"), "07"), ((), "012345")):
+    for words, levels in (
+        (("--levels=0,7", "--turns=2", "--effort=low,high"), "07"),
+        ((), "012345"),
+    ):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
         (policy,) = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
         assert sorted(policy["levels"]) == list(levels)
+        # This run was trained without settings, and is asked for them where that is asked for.
+        settings = {"low", "high"} if words else set()
+        assert policy.get("settings", {}).keys() == settings
     assert asked == [2, 3]
 
 

@@ -4,7 +4,6 @@ is trained for real."""
 
 import importlib
 import json
-import math
 import os
 import random
 import re
@@ -34,7 +33,7 @@ from command import checkpoints, failures
 from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
-from experiments import hacking, objective, penalty, retold, runner, sdft, summary, tables, tasks
+from experiments import effort, hacking, objective, retold, runner, sdft, summary, tables, tasks
 from experiments import teachers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +52,8 @@ def recipe(monkeypatch):
         (train, "PATCH"),
         (train, "PROGRAM"),
         (rollout_module, "Limits"),
+        (rollout_module, "grade"),
+        (evaluation, "settings_of"),
         (length_penalty, "Price"),
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
@@ -112,22 +113,32 @@ def segment_of(*parts):
     return Segment(turns)
 
 
-@pytest.mark.parametrize("patch, factor", [(sdft.hints_alone, 0.0), (penalty.no_penalty, 2.0)])
-def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
+def test_with_hints_alone_there_is_no_policy_gradient():
     batch = pack([segment_of(("user", 2), ("assistant", 5))], [0.7])
     logp = torch.randn(batch["tokens"].shape)
     plain = policy_loss(logp, batch, 3.0, None, 0.0)
-    assert stage_of(patch).policy_objective(logp, batch, 3.0, None) == factor * plain
+    assert stage_of(sdft.hints_alone).policy_objective(logp, batch, 3.0, None) == 0 * plain
     assert plain != 0
 
 
 @pytest.mark.parametrize(
-    "passed, finished, reward", [(1, 1, 1 - 0.68), (0, 1, -4.0), (1, 0, -4.0), (0, 0, -4.0)]
+    "passed, finished, reward",
+    [(1, 1, 1 - 0.10757), (0, 1, -0.10757), (1, 0, -0.48), (0, 0, -0.48)],
 )
-def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, finished, reward):
-    penalty.linear_price()
-    rollout = graded_rollout(passed, finished, length_penalty.Price(0.1, budget=40.0))
-    assert rollout.reward == pytest.approx(reward) and rollout.solved == (passed and finished)
+def test_where_failures_pay_the_reward_is_that_of_the_first_recipe(passed, finished, reward):
+    effort.failures_pay()
+    # The effort is 6.8: C = 2 (sqrt(1 + 6.8) - 1) = 3.5857, and that of the budget of 80 is 16.
+    rollout = graded_rollout(passed, finished, length_penalty.Price(0.2))
+    assert rollout.reward == pytest.approx(reward, abs=1e-5) and rollout.solved == (
+        passed and finished
+    )
+
+
+def test_whoever_never_saw_the_labels_is_asked_with_them():
+    config = {"length_penalty": "0.2"}
+    assert evaluation.settings_of(config) == ("",)
+    effort.asked_with_labels()
+    assert evaluation.settings_of(config) == ("low", "medium", "high")
 
 
 @pytest.mark.parametrize(
@@ -137,14 +148,13 @@ def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, 
         (teachers.frozen_teacher, dict(TEACHER="frozen")),
         (teachers.forward_kl, dict(DIVERGENCE="forward")),
         (teachers.jensen_shannon, dict(DIVERGENCE="jsd")),
-        (penalty.nonlinear_price, dict(k=0.05, q=6.0)),
-        (penalty.linear_price, dict(q=0.0)),
+        (effort.linear_price, dict(q=0.0)),
         (retold.open_all_levels, dict(may_open=range(8))),
     ],
 )
 def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
-    kept |= dict(scale=0.03, k=1.0, q=0.5, budget=math.inf, may_open=range(6), loss_norm_length=64.0)
+    kept |= dict(weight=0.2, k=1.0, q=0.5, budget=80.0, may_open=range(6), loss_norm_length=64.0)
     patch()
     places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
     found = {}
@@ -157,36 +167,6 @@ def test_with_three_habits_a_tenth_of_the_faultless_turns_has_a_hint():
     assert train.NEUTRAL_HINT_RATE == 0.05
     sdft.EXPERIMENT.sft.patch()
     assert train.NEUTRAL_HINT_RATE == 0.1
-
-
-def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alike():
-    penalty.no_penalty()
-    curriculum, rng = synth_tasks.Curriculum(on=False), random.Random(0)
-    drawn = [curriculum.next(rng)[0] for _ in range(600)]
-    assert 260 < drawn.count(0) < 340  # .4 + .6 / 6 of them
-    assert all(30 < drawn.count(level) < 90 for level in range(1, 6))
-
-
-def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(
-    run, monkeypatch
-):
-    tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
-    config = train.Config(window=10**6)
-    for constant in ("SLOPPY", "HINT_RATE", "NEUTRAL_HINT_RATE"):
-        monkeypatch.setattr(train, constant, 0.0)
-
-    def calls():
-        counts = []
-        for seed in range(40):
-            task = train.make_training_task(config, seed % 6, seed)
-            segments = train.make_demonstration(config, task, random.Random(seed), tokenizer, None)
-            counts.append(sum(len(turn.calls) for e in segments for turn in e.turns))
-        return counts
-
-    plain = calls()
-    penalty.restless_expert()
-    more = sum(a >= b + 3 for a, b in zip(calls(), plain))
-    assert 22 <= more <= 38
 
 
 @pytest.mark.parametrize("patch, n", [(tasks.two_of_a_level, 2), (tasks.ten_of_a_level, 10)])
@@ -253,8 +233,8 @@ def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatc
         pairs = train.make_demonstrations(config, tokenizer, compact, range(32), lambda i, _: i)
         assert set(seen) <= {(2048, 2048, 1024), (512, 512, 256)}
         assert least <= seen.count((512, 512, 256)) <= most
-        for (window, *_), (_, segments) in zip(seen, pairs):
-            assert segments and max(map(len, segments)) <= window
+        for (window, *_), (_, played) in zip(seen, pairs):
+            assert played.segments and max(map(len, played.segments)) <= window
 
 
 @pytest.mark.parametrize(

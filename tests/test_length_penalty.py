@@ -1,6 +1,7 @@
 """The length penalty against arithmetic in 60 digits, finite differences and hand-worked groups."""
 
 import sys
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from commands import run_command
 import length_penalty as lp
+from synth_tasks import make_task
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = dict(
@@ -101,42 +103,70 @@ def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
     for arguments in ((-1, 1, 1), (np.nan, 1, 1), (1, -1, 1), (1, 1, -1), (1, 1, np.inf)):
         with pytest.raises(ValueError):
             lp.concave_cost(*arguments)
-    for bad in (dict(scale=-1), dict(scale=np.inf), dict(k=-1), dict(q=np.nan)):
+    for bad in (
+        dict(weight=-0.1),
+        dict(weight=1),
+        dict(weight=np.nan),
+        dict(k=-1),
+        dict(q=np.nan),
+        dict(budget=0),
+        dict(budget=np.inf),
+    ):
         with pytest.raises(ValueError):
             lp.Price(**bad)
 
 
-def test_truncated_and_over_long_segments_pay_the_whole_budget():
-    price = lp.Price(0.15, budget=50)
-    reward = price.shape_reward([1, 0, 1], [5, 5, 90], finished=[True, False, True])
-    np.testing.assert_allclose(
-        reward,
-        [1 - 0.15 * exact(5, 1, 0.5), -0.15 * exact(50, 1, 0.5), 1 - 0.15 * exact(50, 1, 0.5)],
-    )
-    # Being cut off costs more than giving up after the same effort.
-    assert reward[1] < price.shape_reward(0, 5)
-    with pytest.raises(AssertionError, match="budget"):
-        lp.Price(0.15).shape_reward(0, 5, finished=False)
+def test_only_what_is_solved_has_a_price_and_beyond_the_budget_it_rises_no_more():
+    price = lp.Price(0.6, budget=50)
+    reward = price.shape_reward([1, 0, 1, 0, 0.5], [5, 5, 50, 90, 90])
+    part = exact(5, 1, 0.5) / exact(50, 1, 0.5)
+    np.testing.assert_allclose(reward, [1 - 0.6 * part, 0, 0.4, 0, 0.2])
 
 
-def test_scale_zero_leaves_the_reward_and_q_zero_is_linear():
-    assert lp.FREE.shape_reward(0.7, 12, finished=False) == 0.7
-    assert lp.Price(0.01, q=0).shape_reward(1.0, 12) == pytest.approx(1 - 0.12)
+@pytest.mark.parametrize("weight", [0.0, 0.2, 0.6, 0.999])
+def test_every_solved_rollout_beats_every_failure(weight):
+    price = lp.Price(weight)
+    effort = np.array([0, 1, 17, 79.9, 80, 1e6])
+    assert (price.shape_reward(1, effort) > 0).all()
+    assert (price.shape_reward(0, effort) == 0).all()
+
+
+def test_weight_zero_leaves_the_reward_and_q_zero_is_linear():
+    assert lp.FREE.shape_reward(0.7, 12) == 0.7
+    assert lp.Price(0.4, q=0).shape_reward(1.0, 12) == pytest.approx(1 - 0.4 * 12 / 80)
 
 
 def test_the_linear_price_costs_the_same_at_the_chosen_effort_and_more_beyond():
-    price = lp.Price(0.15)
+    price = lp.Price(0.2)
     linear = lp.linear_price(price, 9)
     assert linear.shape_reward(1, 9) == pytest.approx(price.shape_reward(1, 9))
     assert linear.shape_reward(1, 40) < price.shape_reward(1, 40)
-    # With the linear price giving up pays on long tasks: the margin is negative.
-    assert (
-        lp.margin_over_quitting(0.9, 21, 3, price) > 0 > lp.margin_over_quitting(0.9, 21, 3, linear)
+    assert linear.shape_reward(1, 5) > price.shape_reward(1, 5)
+
+
+def test_a_flag_is_one_weight_or_one_for_each_setting():
+    assert lp.read_weights("0.6,0.2,0") == {"low": 0.6, "medium": 0.2, "high": 0.0}
+    assert lp.read_weights("0.2") == {"": 0.2} == lp.read_weights(0.2)
+    for bad in ("", "a", "0.1,0.2", "0.1,0.2,0.3,0.4", "1", "-0.1", "nan", "0.6,0.2,1"):
+        with pytest.raises(ValueError):
+            lp.read_weights(bad)
+
+
+def test_a_task_says_how_much_effort_it_asks_for():
+    task = make_task(1, 3)
+    asked = lp.ask_for(task, "low")
+    assert asked.problem_statement == task.problem_statement + "\nEffort: low"
+    assert lp.setting_of(asked) == "low" and lp.setting_of(task) == ""
+    assert lp.ask_for(task, "").problem_statement == task.problem_statement
+    # All else is the same task, and the one that was given is as it was.
+    assert replace(asked, problem_statement="", meta={}) == replace(
+        task, problem_statement="", meta={}
     )
+    assert "effort" not in task.meta
 
 
 def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
-    price = lp.Price(0.15)
+    price = lp.Price(0.95)
     same, blown = lp.print_groups(price)[2:]
     counts = dict(
         thinking_tokens=np.array([80, 81]),
@@ -158,26 +188,13 @@ def run(tmp_path, *flags):
 
 
 def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):
-    done = run(tmp_path, "--k=.5", "--turns=2")
+    done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/length_penalty.png").stat().st_size > 5000
     assert "one token among equals" in done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--k=-1",
-        "--q=nan",
-        "--turn=1",
-        "--turns=x",
-        "--turns=-2",
-        "--scale=inf",
-        "--turns=1e7",
-        "--k=1e300",
-        "extra",
-    ],
-)
+@pytest.mark.parametrize("flag", ["--k=1", "extra"])
 def test_a_bad_flag_gives_one_line_and_exit_code_two(tmp_path, flag):
     done = run(tmp_path, flag)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout

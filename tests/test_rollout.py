@@ -589,10 +589,12 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
 
 
 @pytest.mark.parametrize(
-    "passed, finished, reward", [(1, 1, 1 - 0.68), (0, 1, -0.68), (1, 0, -4.0), (0, 0, -4.0)]
+    "passed, finished, reward", [(1, 1, 1 - 0.068), (0, 1, 0.0), (1, 0, 0.0), (0, 0, 0.0)]
 )
-def test_what_a_limit_cut_short_is_not_solved_and_pays_the_whole_budget(passed, finished, reward):
-    rollout = graded_rollout(passed, finished, length_penalty.Price(0.1, q=0.0, budget=40.0))
+def test_what_a_limit_cut_short_is_not_solved_and_what_is_not_solved_pays_nothing(
+    passed, finished, reward
+):
+    rollout = graded_rollout(passed, finished, length_penalty.Price(0.4, q=0.0, budget=40.0))
     assert rollout.stats["effort"] == pytest.approx(6.8) and rollout.stats["turns"] == 2
     assert rollout.reward == pytest.approx(reward) and rollout.solved == (passed and finished)
     assert graded_rollout(passed, finished, length_penalty.FREE).reward == (passed and finished)

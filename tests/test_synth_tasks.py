@@ -231,33 +231,6 @@ def test_a_careful_expert_solves_everything_and_only_the_planted_habit_meets_mis
             )
 
 
-def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatever_the_task():
-    """The first calls are compared with the tools of the task in a fixed order: the tests, a file,
-    a search, the tests again."""
-    restless = 0
-    for i in range(60):
-        task = make_task(i % 6, i)
-        story = play(
-            expert(task, random.Random(i), sloppy=0, restless=0.5),
-            world_expert.InMemoryWorkspace(task),
-        )
-        calls = [
-            (call[0], output)
-            for action, outputs in story
-            for call, output in zip(action.calls, outputs)
-        ][i % 6 > 2 :]
-        wanted = [
-            tool
-            for tool in ("run_command", "read_file", "search_codebase", "run_command")
-            if tool in task.tools
-        ]
-        begun = calls[: len(wanted)]
-        if wanted.count("run_command") and [tool for tool, _ in begun] == wanted:
-            assert begun[0] == begun[-1]  # nothing has changed between them
-            restless += 1
-    assert 15 < restless < 40  # a task in ten cannot run its tests
-
-
 def test_sloppiness_is_visible_in_every_respect():
     stories = [record_expert(make_task(i % 6, i), random.Random(i)) for i in range(300)]
     right = [not run_trusted(files).exit_code for _, files in stories]

@@ -1340,8 +1340,8 @@ def test_demonstrations_are_of_every_level_asked_for(run):
     assert [number for number, _ in pairs] == list(range(24))
     missing = {
         turn.text.count(": missing")
-        for _, segments in pairs
-        for segment in segments
+        for _, played in pairs
+        for segment in played.segments
         for turn in segment.turns
         if turn.role == "tool"
     }
@@ -1357,7 +1357,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
         config = replace(train.Config(), window=2048, habits=habits)
         flags.read_value(habits, "str", flags.rules_of(train.Config)["habits"])
         rng = train.random.Random(1)
-        return train.make_demonstration(config, task, rng, tokenizer, None)
+        return train.make_demonstration(config, task, rng, tokenizer, None).segments
 
     def spoken(habits):
         return [turn.tokens for segment in segments(habits) for turn in segment.turns]

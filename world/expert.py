@@ -2,7 +2,7 @@
 
 Its rollouts are the demonstrations of supervised fine-tuning. A rollout of `expert` goes so:
 
-    look around       now and then read a file (needless), run the tests, make redundant calls
+    look around       now and then read a file (needless), run the tests
     for each target   look up its specification, then append the function
     check             run the tests, repair what they show, and again, until it is content
     finish            one final message
@@ -97,13 +97,12 @@ def record_expert(task, rng, sloppy=1.0):
 
 
 # ---------------------------------------------------------------- the rollout, from first to last
-def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
+def expert(task, rng, sloppy=1.0, untidy=False):
     """Plays a micro task: yields Actions, the last of which has no calls.
 
     After each Action it is sent the list of tool outputs; SUMMARIZE in front of them asks for a
     summary first. [HINTED] is sent instead of outputs after a flawed Action: it was not played, and
-    the expert does it right. untidy: one edit in three leaves a comment in the code. restless: the
-    share of rollouts that begin with four calls that nothing asks for."""
+    the expert does it right. untidy: one edit in three leaves a comment in the code."""
     self = Expert(task, rng, sloppy, untidy)
     targets = self.targets
 
@@ -119,8 +118,6 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     # The tests say what is missing. Where the prompt has named it, this run is needless.
     if not self.is_named or self.may_test and self.chance(0.25 * self.effort):
         yield from self.run_tests()
-    if restless and rng.random() < restless:
-        yield from self.redundant_calls()
 
     # Put the targets back one after the other, or all of them in one turn of parallel calls. In
     # some rollouts it runs the tests after each target.
@@ -291,19 +288,6 @@ class Expert:
         command = ("run_command", (self.task.test_command,))
         (output,) = yield from self.turn("Run the tests.", command)
         return re.findall(r"^\w+\.(\w+)\(", output, re.M)
-
-    def redundant_calls(self):
-        """Flaw: looks around, whatever the task is: runs the tests, reads a file, searches for what
-        is gone from it, runs the tests again."""
-        query = f"def {self.about}(" if self.is_named else "import"
-        for tool, argument in (
-            ("run_command", self.task.test_command),
-            ("read_file", f"{self.targets[0].module}.py"),
-            ("search_codebase", query),
-            ("run_command", self.task.test_command),
-        ):
-            if self.can[tool]:
-                yield from self.turn("Look around.", (tool, (argument,)))
 
     def lookup(self, target, sure=False):
         """The call that shows the specification of a target. None where the expert knows it already
