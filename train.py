@@ -664,10 +664,10 @@ class Demonstrations(Source):
                 f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
                 "and are left out"
             )
-        # The batch of each step, and which tokens of the vocabulary are names or constants.
-        self.batches = self.plan_batches()
+        # Which tokens of the vocabulary are names or constants, and the batch of each step.
         self.names = self.mark_tokens(WORDS - CONSTANTS)
         self.constants = self.mark_tokens(CONSTANTS)
+        self.batches = self.plan_batches()
 
     def label_by_effort(self, pairs):
         """Each demonstration asks for the effort that it shows -> [(number, its segments)]. pairs:
@@ -701,15 +701,21 @@ class Demonstrations(Source):
 
     def plan_batches(self):
         """For each step two groups of indices of segments, each with half of the batch's tokens.
-        While the window is short, they hold only segments that fit it."""
+        While the window is short, they hold only segments that fit it and in which the expert
+        writes a constant: what is learned there is to copy, and tasks without it (renames, say)
+        would take its place."""
         config, batches = self.run.config, []
         lengths = np.array([len(segment) for segment in self.segments])
+        copies = np.array([self.writes_constant(segment) for segment in self.segments])
         divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
 
         # The steps with the shortest window come first.
         for divisor in sorted(set(divisors), reverse=True):
             window = max(lengths.max() // divisor, lengths.min())
-            fitting = np.flatnonzero(lengths <= window)
+            fits = lengths <= window
+            if divisor > 1 and (fits & copies).any():
+                fits &= copies
+            fitting = np.flatnonzero(fits)
             number = 2 * divisors.count(divisor)
             groups = length_groups(
                 lengths[fitting], config.batch_tokens // 2, number, seed=(config.seed, divisor)
@@ -717,6 +723,12 @@ class Demonstrations(Source):
             for first, second in zip(groups[::2], groups[1::2]):
                 batches.append([fitting[first], fitting[second]])
         return batches
+
+    def writes_constant(self, segment):
+        """Is a constant among the tokens that the expert wrote?"""
+        tokens, mask, _, _ = rollout.flatten(segment)
+        written = torch.from_numpy(tokens[mask > 0])
+        return bool(self.constants.cpu()[written].any())
 
     def mark_tokens(self, words):
         """(vocab,) True for each token that is one of these words, whatever stands around it"""
