@@ -22,8 +22,8 @@ Every solved rollout has a larger reward than every failure, and all failures ar
 failure pays for its effort too, failing fast beats failing late, and the policy learns to give up.
 
 The dial: a task says `Effort: low`, `medium` or `high`, and w is .6, .2 or 0. All rollouts of a
-group have the same setting; mixed, their advantages would tell which setting was drawn. What a
-demonstration is labelled with is what it did: train.label_demonstrations.
+group have the same setting; mixed, their advantages would tell which setting was drawn. A
+demonstration asks for the effort that it shows: see train.Demonstrations.
 
 Left out: a coefficient that adapts to a target length (w is a constant), and prices per tool. The
 reward is shaped before the group mean is taken, and advantages are never divided by the group's
@@ -33,7 +33,7 @@ would blow one token up to the size of a solved task (the demo prints it).
 Letters: x effort, k and q curvature, w weight of the price. Everything takes numbers or numpy
 arrays of any shape, in float64.
 
-    python length_penalty.py        the curves, the price of the next 100 tokens, reference values
+    python length_penalty.py        the curves, what a solved task is worth, the price of the next 100 tokens
 """
 
 import math
@@ -41,14 +41,6 @@ import sys
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-
-# (k, q): C(1), C(3), C(10), C(30), C(100), worked out by hand from the formula
-REFERENCE = {
-    (1, 0.5): (0.828, 2.000, 4.633, 9.136, 18.100),
-    (1, 1): (0.693, 1.386, 2.398, 3.434, 4.615),
-    (0.1, 1): (0.953, 2.624, 6.931, 13.863, 23.979),
-    (0.01, 2): (0.990, 2.913, 9.091, 23.077, 50.0),
-}
 
 
 @dataclass(frozen=True)
@@ -250,17 +242,6 @@ def cost_of_going_on(x, price):
     return price.cost(x + 100 * price.weights.thinking_tokens) - price.cost(x)
 
 
-def print_reference():
-    """The cost beside the values worked out by hand -> the largest difference"""
-    worst = 0.0
-    print("reference values        x = 1       3      10      30     100")
-    for (k, q), known in REFERENCE.items():
-        values = concave_cost([1, 3, 10, 30, 100], k, q)
-        worst = max(worst, float(np.abs(values - known).max()))
-        print(f"  C(x; k={k:<4g} q={q:<3g})" + "".join(f"{v:8.3f}" for v in values))
-    return worst
-
-
 def print_rewards(price):
     """What a solved task is worth, by effort and setting"""
     print("reward of a solved task   x = 5       9      13      21      80")
@@ -292,7 +273,6 @@ def demo():
     from demos.demo_figures import draw_prices
 
     price = Price()
-    worst = print_reference()
     print_rewards(price)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
@@ -306,9 +286,8 @@ def demo():
     draw_prices(x, curves, path)
     first, later = cost_of_going_on(np.array([0, 40.0]), price)
     print(
-        f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
-        f"{first:.3f} at the start and {later:.3f} at effort 40;\n"
-        f"one token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
+        f"The next 100 tokens cost {first:.3f} at the start and {later:.3f} at effort 40.\n"
+        f"One token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
         f"but divided by the deviation it would be {blown:.2f}. Figure: {path}"
     )
 
