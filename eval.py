@@ -52,7 +52,7 @@ from repositories.verdict import judge
 from world.sandbox import Sandbox
 from repositories.task_file import read_tasks
 
-LEVELS = range(6)
+LEVELS = synth_tasks.DEFAULT_LEVELS
 PRICES = 0.5, 2.5  # $ per million tokens: in, out
 HABITS = "communication", "code_style"  # of feedback_distill's rules, those that cost no reward
 # what the tokens of a rollout are spent on

@@ -173,6 +173,8 @@ LEVELS = [
     dict(kind="extend", steps=(2, 2), targets=4, named=False, **TYPED),
 ]
 LEVELS = [{**PLAIN, **row} for row in LEVELS]
+# What the recipe trains on and evaluates.
+DEFAULT_LEVELS = (0, 1, 2, 3, 4, 5, 8, 11, 13)
 # From easy to hard: a curriculum that has mastered a level opens the next of its row.
 LADDERS = [(0, 1, 2, 3, 4, 5, 6, 7, 14), (13,), (8, 9, 15), (10, 16), (11, 12, 17)]
 # What the bench asks for: each kind, from one target to eight.

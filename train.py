@@ -86,6 +86,7 @@ ORDER = ["pretrain", "long", "sft", "rl"]
 TRAINING = "pretrain long sft rl"
 AGENT = "sft rl eval"
 LEVELS = [str(level) for level in range(len(synth_tasks.LEVELS))]
+DEFAULT_LEVELS = ",".join(map(str, synth_tasks.DEFAULT_LEVELS))
 
 
 @dataclass(frozen=True)
@@ -251,10 +252,9 @@ class Config:
     # number of different expert transcripts
     demos: int = flag(12000, stages="sft", at_least=1, tiny=64, gpu=20000)
     # levels of the tasks of sft and of rl, with commas: rows of synth_tasks.LEVELS. 0 to 5: put
-    # back what was deleted; from 8 on other kinds, asked for as people type. The curriculum of rl
-    # may open harder ones
+    # back what was deleted; 8: repair, 11: extend, 13: put back, asked for as people type
     levels: str = flag(
-        "0,1,2,3,4,5",
+        DEFAULT_LEVELS,
         stages="sft rl",
         choices=LEVELS,
         several=True,
@@ -320,7 +320,7 @@ class Config:
     # ---- evaluation
     # levels in evaluation, with commas
     eval_levels: str = flag(
-        "0,1,2,3,4,5",
+        DEFAULT_LEVELS,
         stages="eval",
         choices=LEVELS,
         several=True,
@@ -329,10 +329,10 @@ class Config:
     )
     # per level
     eval_tasks: int = flag(
-        24, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
+        16, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
     )
     # per row of the bench, whose names and compositions no training has; 0: without it
-    bench_tasks: int = flag(10, stages="eval", may_change=True, idle_with="tasks", tiny=1)
+    bench_tasks: int = flag(5, stages="eval", may_change=True, idle_with="tasks", tiny=1)
     # rollouts per task and setting of effort
     eval_samples: int = flag(1, stages="eval", at_least=1, may_change=True, tiny=1)
 
@@ -829,7 +829,7 @@ class Reinforcement(Source):
     loss_norm_length = 64.0
     # The levels that the curriculum may open. Level 6, beyond the evaluation's, made a laptop's RL
     # a third longer.
-    may_open = range(6)
+    may_open = synth_tasks.DEFAULT_LEVELS
 
     def __init__(self, run):
         self.run, config = run, run.config

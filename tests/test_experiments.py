@@ -128,7 +128,8 @@ def test_with_hints_alone_there_is_no_policy_gradient():
 def test_where_failures_pay_the_reward_is_that_of_the_first_recipe(passed, finished, reward):
     effort.failures_pay()
     # The effort is 6.8: C = 2 (sqrt(1 + 6.8) - 1) = 3.5857, and that of the budget of 80 is 16.
-    rollout = graded_rollout(passed, finished, length_penalty.Price(0.2))
+    rollout = graded_rollout(passed, finished, length_penalty.FREE)
+    rollout_module.grade(rollout, length_penalty.Price(0.2))
     assert rollout.reward == pytest.approx(reward, abs=1e-5) and rollout.solved == (
         passed and finished
     )
