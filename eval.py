@@ -377,8 +377,14 @@ def read_levels(text):
 
 
 def ask_for_each(tasks, settings):
-    """The tasks, once for each of these settings of effort"""
-    return [length_penalty.ask_for(task, setting) for setting in settings for task in tasks]
+    """The tasks, once for each of these settings of effort; those of the bench, on which rollouts
+    are long, only at the one in the middle"""
+    middle, asked = settings[len(settings) // 2], []
+    for setting in settings:
+        for task in tasks:
+            if setting == middle or task.meta.get("split") != "bench":
+                asked.append(length_penalty.ask_for(task, setting))
+    return asked
 
 
 def settings_of(config):

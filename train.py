@@ -332,7 +332,7 @@ class Config:
         16, stages="eval", at_least=1, may_change=True, idle_with="tasks", tiny=1
     )
     # per row of the bench, whose names and compositions no training has; 0: without it
-    bench_tasks: int = flag(5, stages="eval", may_change=True, idle_with="tasks", tiny=1)
+    bench_tasks: int = flag(10, stages="eval", may_change=True, idle_with="tasks", tiny=1)
     # rollouts per task and setting of effort
     eval_samples: int = flag(1, stages="eval", at_least=1, may_change=True, tiny=1)
 

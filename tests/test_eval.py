@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -208,13 +209,19 @@ def test_each_task_is_asked_for_once_at_each_setting():
     assert [task.meta["effort"] for task in asked] == ["low"] * 4 + ["high"] * 4
     assert [task.instance_id for task in asked] == 2 * [task.instance_id for task in tasks]
     assert all(f"Effort: {task.meta['effort']}" in task.problem_statement for task in asked)
+    bench = evaluation.held_out(1, [0, 3], "bench")
+    asked = evaluation.ask_for_each(bench, ("low", "medium", "high"))
+    assert [task.meta["effort"] for task in asked] == ["medium"] * 2
+    assert evaluation.ask_for_each(bench + tasks, ("",)) == [
+        replace(task, meta={**task.meta, "effort": ""}) for task in bench + tasks
+    ]
 
 
 def test_the_careful_expert_solves_every_task_and_says_what_it_takes():
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     config = dict(window=10**6, max_turns=100, summarize=False)
     records = evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
-    assert len(records) == 12 and all(record["solved"] for record in records)
+    assert len(records) == 18 and all(record["solved"] for record in records)
     assert records == evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
 
 
@@ -419,7 +426,9 @@ def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
 
     held = evaluation.held_out(12)
     train = [make_task(level, seed) for level in evaluation.LEVELS for seed in range(50)]
-    assert len(held) == 12 * 6 and [t.level for t in held] == sorted(t.level for t in held)
+    assert len(held) == 12 * len(evaluation.LEVELS) and [t.level for t in held] == sorted(
+        t.level for t in held
+    )
     assert len({t.instance_id for t in held + train}) == len(held) + len(train)
     for what in (lambda f: f.name, composition):
         asked = {what(f) for t in held for f in targets(t)}
@@ -766,12 +775,12 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
     for words, levels in (
-        (("--levels=0,7", "--turns=2", "--effort=low,high"), "07"),
-        ((), "012345"),
+        (("--levels=0,7", "--turns=2", "--effort=low,high"), "0 7"),
+        ((), "0 1 11 13 2 3 4 5 8"),
     ):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
         (policy,) = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
-        assert sorted(policy["levels"]) == list(levels)
+        assert sorted(policy["levels"]) == levels.split()
         # This run was trained without settings, and is asked for them where that is asked for.
         settings = {"low", "high"} if words else set()
         assert policy.get("settings", {}).keys() == settings

@@ -155,7 +155,7 @@ def test_whoever_never_saw_the_labels_is_asked_with_them():
 )
 def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
-    kept |= dict(weight=0.2, k=1.0, q=0.5, budget=80.0, may_open=range(6), loss_norm_length=64.0)
+    kept |= dict(weight=0.2, k=1.0, q=0.5, budget=80.0, may_open=synth_tasks.DEFAULT_LEVELS, loss_norm_length=64.0)
     patch()
     places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
     found = {}
