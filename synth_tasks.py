@@ -236,8 +236,8 @@ def draw_task(rng, level, split):
         is_chosen = number in chosen
         steps = dials["steps"] if is_chosen else (1, 2)
         held_out = split != "train" and is_chosen
-        # In the bench every other target may need an operation that no training has.
-        is_far = split == "bench" and is_chosen and rng.random() < 0.5
+        # In the bench one target in four may need an operation that no training has.
+        is_far = split == "bench" and is_chosen and rng.random() < 0.25
         words = BENCH if is_far else TRAINING
         noun = nouns.pop()
         while True:
