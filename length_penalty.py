@@ -22,8 +22,8 @@ Every solved rollout has a larger reward than every failure, and all failures ar
 failure pays for its effort too, failing fast beats failing late, and the policy learns to give up.
 
 The dial: a task says `Effort: low`, `medium` or `high`, and w is .6, .2 or 0. All rollouts of a
-group have the same setting; mixed, their advantages would tell which setting was drawn. A
-demonstration asks for the effort that it shows: see train.Demonstrations.
+group have the same setting; mixed, their advantages would tell which setting was drawn. What the
+words mean is shown in demonstrations (world.expert.THOROUGH).
 
 Left out: a coefficient that adapts to a target length (w is a constant), and prices per tool. The
 reward is shaped before the group mean is taken, and advantages are never divided by the group's
@@ -180,7 +180,7 @@ FREE = Price(weight=0.0)  # the reward is 1 or 0
 # ---------------------------------------------------------------- the dial
 
 SETTINGS = "low", "medium", "high"
-WEIGHTS = "0.6,0.2,0"  # of the price at these settings
+WEIGHTS = "0.9,0.4,0"  # of the price at these settings
 
 
 def read_weights(text):

@@ -574,10 +574,13 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     summaries has several segments, and each is a training sequence."""
     cycle, pairs = demonstration_levels(levels_of(config)), []
     for i in bar(numbers, "demonstrations"):
+        # Who is asked for little effort looks and tests less: see world.expert.THOROUGH.
+        setting = random.Random(f"{config.seed}/effort/{i}").choice(settings(config))
         rng = random.Random(f"{config.seed}/demo/{i}")
         # Other seeds than those of rl's tasks, which begin at seed * 1000003.
         task_number = ((config.seed or 1 << 32) << 24) + i
         task = make_training_task(config, cycle[i % len(cycle)], task_number)
+        task = length_penalty.ask_for(task, setting)
         pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
     return pairs
 
@@ -610,23 +613,6 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
     )
 
 
-def measure_care(config, played, number, tokenizer, compact):
-    """The effort of a demonstration over that of the expert who makes no mistakes on the same task:
-    what the task needs is divided out"""
-    rng = random.Random(f"{config.seed}/careful/{number}")
-    careful = rollout.demonstrate(played.task, tokenizer, rng, agent_limits(config), 0.0, compact)
-    efforts = [length_penalty.count_effort(one)["effort"] for one in (played, careful)]
-    # Where a task leaves no room for a turn, both are 0.
-    return efforts[0] / max(1.0, efforts[1])
-
-
-def choose_settings(cares, number):
-    """Which of so many settings each demonstration shows, as an index: the lowest third of cares is
-    0 (low), and so on. cares (N,): of all demonstrations, see measure_care"""
-    cuts = np.quantile(cares, np.arange(1, number) / number)
-    return np.searchsorted(cuts, cares)
-
-
 def make_training_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
@@ -648,8 +634,11 @@ class Demonstrations(Source):
         self.run, config = run, run.config
         # Every rank makes a share of the demonstrations, and then gets all of them.
         numbers = run.share(range(config.demos))
-        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
-        mine = self.label_by_effort(mine)
+        mine = []
+        for number, played in make_demonstrations(
+            config, run.tokenizer, run.compact, numbers, run.bar
+        ):
+            mine.append((number, self.learnable_segments(played)))
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
         self.segments = []
         for _, segments in made:
@@ -668,27 +657,6 @@ class Demonstrations(Source):
         self.names = self.mark_tokens(WORDS - CONSTANTS)
         self.constants = self.mark_tokens(CONSTANTS)
         self.batches = self.plan_batches()
-
-    def label_by_effort(self, pairs):
-        """Each demonstration asks for the effort that it shows -> [(number, its segments)]. pairs:
-        this rank's, see make_demonstrations"""
-        run, config, names = self.run, self.run.config, settings(self.run.config)
-        if len(names) > 1:
-            # The settings are thirds of all demonstrations, those of other ranks too.
-            cares = {}
-            for number, played in pairs:
-                cares[number] = measure_care(config, played, number, run.tokenizer, run.compact)
-            everyone = dict(run.gather(list(cares.items())))
-            order = sorted(everyone)
-            chosen = choose_settings([everyone[n] for n in order], len(names))
-            chosen = dict(zip(order, chosen))
-
-            # The line stands in the prompt, with which each segment begins.
-            for number, played in pairs:
-                asked = length_penalty.ask_for(played.task, names[chosen[number]])
-                for segment in played.segments:
-                    segment.turns[0] = rollout.opening_turn(run.tokenizer, asked)
-        return [(number, self.learnable_segments(played)) for number, played in pairs]
 
     def learnable_segments(self, played):
         """Those of a demonstration that fit the window and hold a turn of the expert"""

@@ -34,6 +34,10 @@ from world.micro import ALL_OPS, NOUNS, OPS, Function, draw_function
 from world.task import HINTED, SUMMARIZE, Action, Result
 from world.tools import TOOLS, call_tool
 
+# What an expert does of its own accord, by the effort that a task asks for: how often it looks where
+# nothing asks for it (times the usual), the share of rollouts that test after each function, and
+# the chance to stop testing at the end.
+THOROUGH = {"low": (0.2, 0.0, 0.9), "medium": (1.0, 0.4, 0.3), "high": (3.0, 1.0, 0.0)}
 # tools that an agent may believe in and that no task offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
 
@@ -121,7 +125,7 @@ def expert(task, rng, sloppy=1.0, untidy=False):
 
     # Put the targets back one after the other, or all of them in one turn of parallel calls. In
     # some rollouts it runs the tests after each target.
-    checks_each = rng.random() < 0.4
+    checks_each = rng.random() < self.tests_each
     in_parallel = len(targets) > 1 and rng.random() < 0.15
     todo = targets[:number_done]
     groups = [todo] if in_parallel else [[target] for target in todo]
@@ -137,7 +141,7 @@ def expert(task, rng, sloppy=1.0, untidy=False):
     # Run the tests and repair, until there is nothing to repair or (flaw) it stops looking. If it
     # has given up, it does not look at all.
     unsure = self.may_test and number_done == len(targets)
-    while unsure and not self.chance(0.3):
+    while unsure and not self.chance(self.stops):
         unsure = yield from self.fix_all()
     yield from self.call_missing_tool()
     if self.also == "note":
@@ -154,8 +158,11 @@ class Expert:
 
     def __init__(self, task, rng, sloppy, untidy=False):
         self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
-        # How thoroughly it works. It does not depend on difficulty: RL has to teach that.
-        self.effort = rng.choice((0.4, 1.0, 1.6))
+        # How thoroughly it works: as the task asks, else as it happens. It does not depend on
+        # difficulty: RL has to teach that.
+        usual = rng.choice((0.4, 1.0, 1.6)), 0.4, 0.3
+        asked = THOROUGH.get(task.meta.get("effort"), usual)
+        self.effort, self.tests_each, self.stops = asked
         self.targets = [Function(**target) for target in task.meta["targets"]]
         self.can = {tool: tool in task.tools for tool in TOOLS}
         # It reads the docs as a whole rather than searching them: the wrong line is easily taken.
