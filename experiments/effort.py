@@ -1,28 +1,37 @@
 """effort.py: Can one policy be asked for little effort or much, and what does that cost?
 
-Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved ones at .6, .2 and
-0. The arms differ in how the policy learns the label, and in the price; all but the first begin RL
-at an SFT whose demonstrations say nothing of effort.
+Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved ones at .9, .4 and
+0. The arms differ in how the policy learns the label, and in the price.
 
-    labelled           the default run: demonstrations are labelled by what they did
-    RL alone           the label means nothing until RL gives it a price
-    never told         one price of .2 and no label in training; the evaluation asks with labels
-    price .6, free     one price each, no labels: the line that one policy has to reach
-    linear             one price, linear, as dear as .2 at an effort of 15
+    the expert heeds   the default run: in demonstrations whoever is asked for more looks and tests
+                       more
+    by what it did     (begins at an SFT of its own) demonstrations are labelled afterwards: effort
+                       over that of the careful expert on the same task, in thirds
+    RL alone           the label means nothing until RL gives it a price. This arm and those below
+                       begin at an SFT whose demonstrations say nothing of effort
+    never told         one price of .4 and no label in training; the evaluation asks with labels
+    price .9, free     one price each, no labels: the line that one policy has to reach
+    linear             one price, linear, as dear as .4 at an effort of 15
     failures pay       .03 C(x) off every rollout, and the budget's price where it was cut short
 
     python -m experiments.effort
+    python -m experiments.runner --arm=experiments.effort:by_what_it_did -- --stage=sft \\
+        --start_from=out/base-1337 --out=out/by_what
 
 Found: nothing yet; the runs are under way.
 """
 
 import math
+import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 import eval
 import length_penalty
 import rollout
+import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
@@ -32,7 +41,40 @@ def asked_with_labels():
     eval.settings_of = lambda config: length_penalty.SETTINGS
 
 
-# 2. Another price. Its weight is a flag.
+# 2. Another way to teach the label: the lowest third of cares is low, and so on.
+def by_what_it_did():
+    plain = train.make_demonstrations
+
+    def label(config, tokenizer, compact, numbers, bar):
+        # Nobody is asked beforehand.
+        silent = replace(config, length_penalty="0")
+        pairs = plain(silent, tokenizer, compact, numbers, bar)
+        cares = [measure_care(config, *pair, tokenizer, compact) for pair in pairs]
+        for (_, played), third in zip(pairs, thirds(cares)):
+            asked = length_penalty.ask_for(played.task, length_penalty.SETTINGS[third])
+            for segment in played.segments:
+                segment.turns[0] = rollout.opening_turn(tokenizer, asked)
+        return pairs
+
+    train.make_demonstrations = label
+
+
+def measure_care(config, number, played, tokenizer, compact):
+    """The effort of a demonstration over that of the expert who makes no mistakes on the same task:
+    what the task needs is divided out"""
+    rng = random.Random(f"{config.seed}/careful/{number}")
+    limits, careful = train.agent_limits(config), 0.0
+    needed = rollout.demonstrate(played.task, tokenizer, rng, limits, careful, compact)
+    efforts = [length_penalty.count_effort(one)["effort"] for one in (played, needed)]
+    return efforts[0] / efforts[1]
+
+
+def thirds(values):
+    """0, 1 or 2 for each value: in which third of all it is"""
+    return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values)
+
+
+# 3. Another price. Its weight is a flag.
 @dataclass(frozen=True)
 class LinearPrice(length_penalty.Price):
     q: float = 0.0
@@ -42,7 +84,7 @@ def linear_price():
     length_penalty.Price = LinearPrice
 
 
-# 3. Another reward: failures pay for their effort, too.
+# 4. Another reward: failures pay for their effort, too.
 def failures_pay():
     plain = rollout.grade
 
@@ -54,7 +96,7 @@ def failures_pay():
     rollout.grade = grade
 
 
-# 4. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
+# 5. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
 def by_setting(folder, policies):
     found = {}
     for setting in length_penalty.SETTINGS:
@@ -65,20 +107,20 @@ def by_setting(folder, policies):
     return found
 
 
-# 5. The arms. The flag is one weight, or three for the settings.
+# 6. The arms. The flag is one weight, or three for the settings.
 EXPERIMENT = Experiment(
     question="One policy, three settings of effort",
     curves=("sampled", "solved"),
     arms={
-        "labelled": Arm(),
+        "the expert heeds": Arm(),
         "RL alone": Arm((f"--length_penalty={length_penalty.WEIGHTS}",)),
-        "never told": Arm(("--length_penalty=0.2",), asked_with_labels),
-        "price .6": Arm(("--length_penalty=0.6",)),
+        "never told": Arm(("--length_penalty=0.4",), asked_with_labels),
+        "price .9": Arm(("--length_penalty=0.9",)),
         "free": Arm(("--length_penalty=0",)),
-        "linear": Arm(("--length_penalty=0.4",), linear_price),
-        "failures pay": Arm(("--length_penalty=0.2",), failures_pay),
+        "linear": Arm(("--length_penalty=0.8",), linear_price),
+        "failures pay": Arm(("--length_penalty=0.4",), failures_pay),
     },
-    sft=Arm(("--length_penalty=0.2",)),
+    sft=Arm(("--length_penalty=0.4",)),
     by_level=("tokens", "solved"),
     more=by_setting,
 )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,7 @@ def recipe(monkeypatch):
     for module, name in (
         (train, "make_training_task"),
         (train, "make_demonstration"),
+        (train, "make_demonstrations"),
         (train, "evaluate_run"),
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
@@ -135,6 +137,34 @@ def test_where_failures_pay_the_reward_is_that_of_the_first_recipe(passed, finis
     )
 
 
+def test_labelled_by_what_it_did_a_demonstration_asks_for_the_effort_that_it_shows(run):
+    tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
+    config = train.Config(window=2048)
+    assert effort.thirds([0.5, 1.0, 1.5, 0.4, 1.1, 2.0]).tolist() == [0, 1, 2, 0, 1, 2]
+
+    def play(config):
+        return train.make_demonstrations(config, tokenizer, None, range(30), lambda i, _: i)
+
+    silent = play(replace(config, length_penalty="0"))
+    effort.by_what_it_did()
+    seen = []
+    for (number, plain), (_, played) in zip(silent, play(config)):
+        # The prompt says it, and nothing else has changed.
+        setting = played.segments[0].turns[0].text.rpartition(" ")[2]
+        for one, other in zip(plain.segments, played.segments):
+            asked = length_penalty.ask_for(plain.task, setting)
+            assert other.turns[0].tokens == rollout_module.opening_turn(tokenizer, asked).tokens
+            assert [t.tokens for t in one.turns[1:]] == [t.tokens for t in other.turns[1:]]
+        care = effort.measure_care(config, number, plain, tokenizer, None)
+        seen.append((care, length_penalty.SETTINGS.index(setting)))
+
+    # Who spends more never asks for less, and each setting is there.
+    seen.sort()
+    for (care, setting), (more, other) in zip(seen, seen[1:]):
+        assert setting <= other and (care < more or setting == other)
+    assert {setting for _, setting in seen} == {0, 1, 2}
+
+
 def test_whoever_never_saw_the_labels_is_asked_with_them():
     config = {"length_penalty": "0.2"}
     assert evaluation.settings_of(config) == ("",)
@@ -155,7 +185,14 @@ def test_whoever_never_saw_the_labels_is_asked_with_them():
 )
 def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
-    kept |= dict(weight=0.2, k=1.0, q=0.5, budget=80.0, may_open=synth_tasks.DEFAULT_LEVELS, loss_norm_length=64.0)
+    kept |= dict(
+        weight=0.2,
+        k=1.0,
+        q=0.5,
+        budget=80.0,
+        may_open=synth_tasks.DEFAULT_LEVELS,
+        loss_norm_length=64.0,
+    )
     patch()
     places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
     found = {}

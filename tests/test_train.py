@@ -1412,52 +1412,32 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     assert abs(got - expected / written) < 1e-4
 
 
-def test_a_demonstration_asks_for_the_effort_that_it_shows(run):
+def test_demonstrations_ask_for_every_setting_of_effort_and_the_expert_heeds_it(run):
     one = build_sft(run)
-    assert one.config.length_penalty == train.length_penalty.WEIGHTS
-    pairs = train.make_demonstrations(
-        one.config, one.tokenizer, one.compact, range(12), lambda numbers, _: numbers
+    config = replace(one.config, levels="1,2,3,4", window=2048, max_turns=40)
+    spent = {"low": [], "medium": [], "high": []}
+    for _, played in train.make_demonstrations(
+        config, one.tokenizer, None, range(240), lambda numbers, _: numbers
+    ):
+        setting = train.length_penalty.setting_of(played.task)
+        asked = f"\nEffort: {setting}"
+        assert played.task.problem_statement.endswith(asked)
+        assert played.segments[0].turns[0].text.endswith(asked)
+        spent[setting].append(train.length_penalty.count_effort(played)["effort"])
+    low, medium, high = (np.mean(spent[name]) for name in ("low", "medium", "high"))
+    assert all(len(efforts) > 50 for efforts in spent.values())
+    assert low < 0.9 * medium < 0.9 * high
+    # With one price nothing is said of effort.
+    silent = replace(config, length_penalty="0.4")
+    ((_, played),) = train.make_demonstrations(
+        silent, one.tokenizer, None, [0], lambda numbers, _: numbers
     )
-
-    # By hand: the effort over that of the expert without mistakes, and its thirds.
-    cares = []
-    for number, played in pairs:
-        rng = random.Random(f"{one.config.seed}/careful/{number}")
-        careful = train.rollout.demonstrate(
-            played.task, one.tokenizer, rng, train.agent_limits(one.config), 0.0, one.compact
-        )
-        efforts = [train.length_penalty.count_effort(c)["effort"] for c in (played, careful)]
-        cares.append(efforts[0] / efforts[1])
-
-    # In the stage's own segments the prompt says so, and nothing else has changed.
-    source, names = train.Demonstrations(one), ("low", "medium", "high")
-    segments, chosen = iter(source.segments), []
-    for number, played in pairs:
-        for old in source.learnable_segments(played):
-            turns = next(segments).turns
-            setting = turns[0].text.rpartition(" ")[2]
-            asked = train.length_penalty.ask_for(played.task, setting)
-            assert asked.problem_statement.endswith(f"\nEffort: {setting}")
-            assert turns[0].tokens == train.rollout.opening_turn(one.tokenizer, asked).tokens
-            assert [turn.tokens for turn in turns[1:]] == [turn.tokens for turn in old.turns[1:]]
-            chosen.append((cares[number], names.index(setting)))
-    assert next(segments, None) is None
-
-    # Who spends more never asks for less; equal ones ask for the same; each setting is there.
-    chosen.sort()
-    for (care, setting), (more, other) in zip(chosen, chosen[1:]):
-        assert setting <= other and (care < more or setting == other)
-    assert {setting for _, setting in chosen} == {0, 1, 2}
-
-
-def test_the_lowest_third_is_low_and_equal_cares_have_one_setting():
-    chosen = train.choose_settings([0.5, 1.0, 1.5, 0.4, 1.1, 2.0], 3)
-    assert chosen.tolist() == [0, 1, 2, 0, 1, 2]
-    assert len(set(train.choose_settings([1.0] * 7, 3).tolist())) == 1
+    assert "Effort" not in played.segments[0].turns[0].text
 
 
 def test_while_the_window_is_short_every_segment_copies_a_constant(run):
     one = build_sft(run)
+    one.config = replace(one.config, demos=90)
     source = train.Demonstrations(one)
     assert train.seq_len_divisor(0, one.config) == 4
     digits = {token for token in range(one.model.config.vocab) if source.constants[token]}
