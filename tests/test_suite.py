@@ -651,6 +651,16 @@ def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tm
     assert "longer than --time_limit=6 s" in words and "tests.py::test_slow was running" in words
 
 
+def test_a_suite_that_is_slow_only_where_its_calls_are_traced_is_refused_as_slow(tmp_path):
+    """Five tests of 4 s each, which is where a test is ended: longer than 16 s together."""
+    waiting = (
+        "import sys\nimport time\nimport pytest\n\n\n@pytest.mark.parametrize('n', range(5))\n"
+        "def test_waits(n):\n    while sys.gettrace():\n        time.sleep(0.1)\n"
+    )
+    words = refusal({**BASE, "tests/test_price.py": waiting}, tmp_path, time_limit=16)
+    assert "longer than --time_limit=16 s" in words and "test_waits" in words
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
