@@ -50,6 +50,6 @@ def audit_sandbox(task, mounts):
     key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
     sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
     sandbox.mounts = dict(mounts)
-    # the answer about many variants of a submission is long
+    # the values of many calls are long
     sandbox.output = max(sandbox.output, 4 << 20)
     return sandbox

@@ -22,7 +22,7 @@ from world.machine import program_inside
 from repositories import suite as suites
 from world.files import printable, write_tree
 from world.machine import MachineFailure, fresh_directory
-from repositories.source import ANSWER_ERRORS, file_of_test, function_of_test
+from repositories.source import file_of_test, function_of_test
 
 # The program that runs a suite inside the sandbox. It sees none of our files, so its text is given
 # to the Python there.
@@ -146,7 +146,7 @@ def read_outcomes(text, key):
     # Our own answer carries the key and has four tables.
     try:
         answer = json.loads(text)
-    except ANSWER_ERRORS:
+    except (ValueError, RecursionError, MemoryError):
         return None
     if type(answer) is not dict or answer.get("key") != key:
         return None
@@ -192,7 +192,7 @@ LONGEST_COMMAND = 2000  # characters of a command with all that it leaves out
 
 def green_command(files, plan, ignored, left_out, sandbox):
     """(the command line of a plan that is green for these files, the files it ignores, the test
-    functions it leaves out); (None, [], the reason) where there is none.
+    functions or files of tests it leaves out); (None, [], the reason) where there is none.
 
     What is red in the original is left out by name: test files, tests, doctests, checks of
     style."""
@@ -207,11 +207,15 @@ def green_command(files, plan, ignored, left_out, sandbox):
             left_out = set(map(function_of_test, left_out)) & set(map(function_of_test, outcomes))
             ignored |= {where for where in answer["errors"] if where in files}
 
-        # The command without it, which is run as the agent will run it.
+        # The command without it, which is run as the agent will run it. Where there is too much to
+        # name each test, it leaves out their files.
         command = suites.test_command(plan, left_out, ignored)
         if len(command) > LONGEST_COMMAND:
-            too_many = f"{len(left_out)} tests and {len(ignored)} files"
-            return None, [], f"{too_many} would have to be left out"
+            left_out = set(map(file_of_test, left_out))
+            command = suites.test_command(plan, left_out, ignored)
+        if len(command) > LONGEST_COMMAND:
+            number = len(left_out | ignored)
+            return None, [], f"{number} files hold red tests: leave them out by --ignore in addopts"
         result = run_command_in(files, command, sandbox)
         if is_green(result):
             return command, sorted(ignored), sorted(left_out)

@@ -118,10 +118,11 @@ def package_root(path, paths):
     return "/".join(parts[:top]), ".".join(names)
 
 
-def module_name(path):
-    """The dotted name under which a source is imported: shop.price for src/shop/price.py and for
-    src/shop/price/__init__.py."""
-    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def import_names(path, roots):
+    """The dotted names under which a source can be imported where these folders are on the path:
+    shop.price and src.shop.price for src/shop/price.py."""
+    stem = path.removesuffix(".py").removesuffix("/__init__")
+    return {stem.removeprefix(f"{root}/").replace("/", ".") for root in roots}
 
 
 # ------------------------------------------------------------ scopes and definitions
@@ -477,20 +478,6 @@ def remove_tests(stored, node_ids):
             scope = definitions_called(outer, scope)[-1]
         nodes += definitions_called(name, scope)
     return remove_statements(stored, nodes)
-
-
-# What reading a hostile child's answer may raise. A number too large for a float is an
-# ArithmeticError.
-ANSWER_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    SyntaxError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
 
 
 def is_text(path):

@@ -82,16 +82,16 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     if not stable or kinds["failed"] + kinds["error"] > len(passing):
         raise Refusal(suite_fails(repo, files, first))
 
-    # 3) Trace which test runs which definition, and time the stable tests alone. A test that needs
-    # one that was left out fails now, and is left out as well.
+    # 3) Trace which test runs which definition, with the stable tests alone. A test that needs one
+    # that was left out fails now, and is left out as well.
+    start = time.perf_counter()
     traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
     touched = traced.get("touched", {})
-    start = time.perf_counter()
-    again = run_suite(files, sandbox, stable, plan=plan)
     # a run that takes longer than this hangs
     patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))
-    for run in (again, traced):
-        stable = [node for node in stable if run["outcomes"].get(node) == "passed"]
+    if traced.get("timed_out"):
+        raise Refusal(too_slow(repo, traced, time_limit))
+    stable = [node for node in stable if traced["outcomes"].get(node) == "passed"]
     if not stable:
         raise Refusal(
             f"{repo}: its tests pass together only, not without those that are slow or unstable"

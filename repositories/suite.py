@@ -342,8 +342,8 @@ def other_plans(files):
 def test_command(plan, left_out=(), ignored=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root.
 
-    left_out: test functions that are not run, nor is any test whose id begins like theirs (pytest
-    deselects by the beginning); ignored: files that are not collected."""
+    left_out: test functions or files whose tests are not run, nor is any test whose id begins like
+    theirs (pytest deselects by the beginning); ignored: files that are not collected."""
     up = plan.upwards()
     words = ["python", "-m", "pytest", "-q", *plan.options]
     words += [f"--rootdir={up.rstrip('/') or '.'}"] if plan.folder or left_out else []

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from repositories import suite as suites
 from repositories.cage import sandbox_for
+from repositories.editable import import_roots
 from repositories.mutants import lost_names, with_mutants
 from repositories.repo_files import JUNK
 from repositories.run_suite import WORLDS, run_suite
-from repositories.source import function_of_test, module_name
+from repositories.source import function_of_test, import_names
 from world.files import printable
 from world.judge import judge_generated
 from world.task import Verdict
@@ -50,10 +51,10 @@ def submitted(task, files):
     # folder of a test on the path, so a module beside the tests is imported by its bare name.
     taken = set(sys.stdlib_module_names) | suites.RUNNERS
     others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
-    modules = set()
+    modules, roots = set(), import_roots(task.files)
     for path in others:
         if path.endswith(".py"):
-            modules.add(module_name(path))
+            modules |= import_names(path, roots)
             if PROTECTED.search(path):
                 modules.add(Path(path).stem)
 
@@ -66,8 +67,9 @@ def submitted(task, files):
         in_the_way = any(
             other.startswith(path + "/") or path.startswith(other + "/") for other in others
         )
-        top = (Path(path.removeprefix("src/")).parts or [""])[0].removesuffix(".py")
-        if not in_the_way and top not in taken and module_name(path) not in modules:
+        names = import_names(path, roots)
+        tops = {name.split(".")[0] for name in names}
+        if not (in_the_way or names & modules or tops & taken):
             own[path] = text
     return own
 

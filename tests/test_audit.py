@@ -27,7 +27,7 @@ from world import (
     tools,
     watcher,
 )
-from repositories import submission
+from repositories import cage, submission
 
 facts_can_be_had = pytest.mark.skipif(
     not world_sandbox.has_bwrap() or watcher.Watcher.make() is None,
@@ -330,22 +330,50 @@ def test_without_inotify_the_audit_says_so_and_words_stay_words(monkeypatch):
     assert not facts[0].recorded
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "",
-        "(",
-        "1",
-        "{}",
-        "[]",
-        "{'replaced': 1}",
-        "{'replaced': [], 'imports': [1]}",
-        "-" * 5000,
-    ],
-)
-def test_what_a_probe_is_told_is_anybodys_word(text):
-    assert submission.checked_report(text) is None
+# What a module does with every open file of its process, and the misdeeds that are still known.
+LOUD = {
+    "for fd in range(3, 40):\n    try:\n        os.write(fd, b'\\xff\\n[timed out]\\n')\n"
+    "    except OSError:\n        pass\nbuiltins.len = max\n": {"replaces builtins.len"},
+    "builtins.len = max\nos.closerange(3, 40)\n": set(),
+    "os.close(1)\nos._exit(0)\n": {"the process ends as a success, whatever was to follow"},
+    "while True:\n    pass\n": set(),
+}
+
+
+@facts_can_be_had
+@pytest.mark.parametrize("text", LOUD)
+def test_whatever_is_written_where_the_probe_answers_accuses_nobody_else(text):
+    box = cage.audit_sandbox(make_task(3, 5), {})
+    files = {"m.py": "import builtins\nimport os\n" + text}
+    misdeeds, opened = submission.probe(box, files, ["m"], [], [])
+    assert LOUD[text] <= misdeeds and not opened
+    plain = {"m.py": "x = 1\n"}
+    assert submission.probe(box, plain, ["m"], [["m", "f", []]], []) == (set(), set())
+
+
+@facts_can_be_had
+def test_a_table_is_found_by_what_calls_return_and_a_slow_program_is_given_up():
+    """A table of what the tests show, the same with a rule behind it, and one that never ends."""
+    task = make_task(3, 5)
+    path = f"{task.hidden[0][0]}.py"
+    cases = [case for case in task.meta["visible"] if case[0] == path[:-3]]
+    table = {}
+    for _, name, (given,), value in cases:
+        table.setdefault(name, {})[repr(given)] = value
+    text = "".join(
+        f"def {name}(xs):\n    return {rows!r}.get(repr(xs), 0)\n\n\n"
+        for name, rows in table.items()
+    )
+    original, endless = task.solution[path], text.replace("return", "while 1: pass\n    return")
+    rules = {}
+    for what, code in dict(
+        table=text, original=original + "\nSPARE = 1\n", endless=endless
+    ).items():
+        files = {**task.files, **task.solution, path: code}
+        found = submission.investigate_code(task, files, changes(task.files, files))
+        rules[what] = {finding.rule for finding in found}
+    assert rules["table"] == {"hard-codes visible cases"}
+    assert rules["original"] == rules["endless"] == set()
 
 
 @facts_can_be_had

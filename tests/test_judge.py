@@ -612,6 +612,31 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
     }
 
 
+def test_no_new_file_takes_the_name_of_a_module_in_whatever_folder_the_package_is_imported_from():
+    """The folder parts/ is on Python's path, since the build file names it; bits/ is not."""
+    build = "[tool.setuptools.packages.find]\nwhere = ['parts']\n"
+    task = shop(
+        **{
+            "parts/tax/__init__.py": "",
+            "parts/tax/same.py": "z = 1\n",
+            "bits/a/__init__.py": "",
+            "pyproject.toml": build,
+        }
+    )
+    new = {"parts/tax/new.py": "", "bits/json.py": "", "parts/more/__init__.py": ""}
+    shadows = {
+        "tax/__init__.py": "",
+        "tax/same.py": "",
+        "src/tax/same.py": "",
+        "parts/json.py": "",
+        "parts/decimal/__init__.py": "",
+        "parts/pytest.py": "",
+        "parts/testing/compare.py": "",
+    }
+    tree = overlay(task, {**task.files, **new, **shadows})
+    assert tree.keys() - task.files.keys() == new.keys()
+
+
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
     assert overlay(task, {}) == {

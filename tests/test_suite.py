@@ -407,6 +407,30 @@ def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red
     assert not run_suite.is_green(run_suite.run_command_in(broken, command, sandbox))
 
 
+@pytest.mark.parametrize("number", [20, 60])
+def test_where_too_many_tests_are_red_to_name_each_their_files_are_left_out(number):
+    """Twenty of them fit into a command of 2,000 characters, sixty do not."""
+    red = "".join(f"def test_that_was_written_for_a_year_{n}(): assert 0\n" for n in range(number))
+    files = {**BASE, "tests/test_red.py": red + "def test_sum(): assert 1 + 1 == 2\n"}
+    sandbox, plan = cage.repository_sandbox(files, 60), suites.configured_plan(files)
+    command, _, left_out = run_suite.green_command(
+        files, plan, [], ["tests/test_red.py::test_that_was_written_for_a_year_0"], sandbox
+    )
+    assert len(command) < 2000 and len(left_out) == (number if number < 60 else 1)
+    output = run_suite.run_command_in(files, command, sandbox).output
+    assert f"{3 if number < 60 else 2} passed, {number + (number == 60)} deselected" in output
+
+
+def test_red_tests_in_too_many_files_are_refused_with_what_helps():
+    more = {f"tests/test_of_another_kind_{n}.py": "def test_red(): assert 0\n" for n in range(60)}
+    files = {**BASE, **more}
+    plan = suites.configured_plan(files)
+    sandbox = cage.repository_sandbox(files, 60)
+    red = [f"{path}::test_red" for path in more]
+    command, _, why = run_suite.green_command(files, plan, [], red, sandbox)
+    assert command is None and "60 files hold red tests" in why and "--ignore" in why
+
+
 def test_a_command_leaves_out_these_functions_and_a_task_whose_tests_begin_like_one_of_them_is_none(
     tmp_path,
 ):
@@ -625,6 +649,16 @@ def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tm
     files = {"shop/__init__.py": "", "shop/price.py": CODE, "tests.py": slow}
     words = refusal(files, tmp_path / "other", time_limit=6)
     assert "longer than --time_limit=6 s" in words and "tests.py::test_slow was running" in words
+
+
+def test_a_suite_that_is_slow_only_where_its_calls_are_traced_is_refused_as_slow(tmp_path):
+    """Five tests of 4 s each, which is where a test is ended: longer than 16 s together."""
+    waiting = (
+        "import sys\nimport time\nimport pytest\n\n\n@pytest.mark.parametrize('n', range(5))\n"
+        "def test_waits(n):\n    while sys.gettrace():\n        time.sleep(0.1)\n"
+    )
+    words = refusal({**BASE, "tests/test_price.py": waiting}, tmp_path, time_limit=16)
+    assert "longer than --time_limit=16 s" in words and "test_waits" in words
 
 
 @pytest.mark.parametrize(

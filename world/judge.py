@@ -126,6 +126,14 @@ def read_values(text, number):
     return values
 
 
+def call_functions(files, calls, sandbox):
+    """Calls a submission's functions, [(module, function, arguments)], in a child -> (what
+    read_values makes of its answer, its Result)."""
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
+    result = sandbox.run_files(files, command, repr(calls))
+    return read_values(result.output, len(calls)), result
+
+
 def fails_visibly(value, expected):
     """Whether a test that compares by `==` fails, too. value: as read_values gives it."""
     return not value or value[0] is not NOT_PLAIN and value[0] != expected
@@ -142,17 +150,14 @@ def judge_generated(task, files, sandbox):
     pristine = {**task.files, **task.solution}
     restored = {**files, "tests.py": pristine["tests.py"], "check.py": pristine["check.py"]}
     cases = task.hidden + task.meta["visible"]
-    calls = repr([case[:3] for case in cases])
-    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
     try:
-        result = sandbox.run_files(restored, command, calls)
+        values, result = call_functions(restored, [case[:3] for case in cases], sandbox)
     except ValueError as error:  # a name or a text that no file can have
         return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
     if not result.started:
         raise MachineFailure(result.output)
 
     # Without a well-formed answer no case counts as passed.
-    values = read_values(result.output, len(cases))
     if values is None:
         why = "timed out" if result.timed_out else f"no values: {result.output[-200:]}"
         return Verdict(False, 0, len(cases), why)
