@@ -585,13 +585,6 @@ def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks
             assert abs(counted - planned) <= 0.02 * counted + 200, (layout, kind, counted, planned)
 
 
-def test_the_demo_prints_both_grids_and_says_what_was_seen(capsys):
-    hsdp.demo()
-    text = capsys.readouterr().out
-    assert text.count("experts . piece") == 2
-    assert "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
-
-
 # ---------------------------------------------------------------- bf16 weights: sums in fp32
 
 
