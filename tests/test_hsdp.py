@@ -29,6 +29,7 @@ from demos import comm_counter
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, update_router_bias, mtp_loss
 from muon import Muon
+from small import EVEN_SIZES
 from world.machine import MachineFailure
 
 # (cp, ep, dp_replicate) on 8 ranks: every two of the three meet in all of their sizes. Then eight
@@ -37,18 +38,7 @@ SIZES = [(1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (2, 4, 2), (1, 8
 LAYOUTS = [Layout(8, *sizes) for sizes in [*SIZES, (1, 1, 8), (8, 4, 1)]]
 # On a busy machine 8 ranks may keep each other waiting for longer than 25 seconds.
 make_meshes = partial(hsdp.make_meshes, seconds=200)
-CONFIG = ModelConfig(
-    vocab=48,
-    dim=32,
-    layers=2,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=8,
-    dense_ffn=48,
-    expert_ffn=16,
-)
+CONFIG = ModelConfig(**EVEN_SIZES)
 
 
 def build(config=CONFIG, seed=0):
