@@ -84,10 +84,6 @@ def orthogonalize(G, steps=5, dtype=torch.bfloat16, iterate=newton_schulz):
     newton_schulz. Many small matrices are multiplied as one batch, and the result of a matrix does
     not depend on the others of its batch."""
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    # Nothing to multiply, and nothing to take a largest entry of.
-    if not G.numel():
-        return G.clone()
-
     # All leading dimensions make one stack. On a CPU zeros fill rows and columns up to multiples of
     # 8: without them the last bit of a product would depend on where in memory the matrix begins,
     # and so on its batch.
@@ -433,25 +429,15 @@ class Muon(torch.optim.Optimizer):
         """Check a group, and make its state now, placed as its parameters are. A checkpoint is
         loaded in place, so the state must be there before the first step."""
         # A parameter comes with a name, or is called by its place.
-        options, params = {**self.defaults, **group}, group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        known, added = dict(self.names), {}
-        for i, p in enumerate(params):
-            unnamed = f"parameter {i} of group {len(self.param_groups)}"
-            name, p = p if isinstance(p, tuple) else (unnamed, p)
-            if p in known:
-                raise ValueError(f"{name}: given twice, already held as {known[p]}")
-            check_parameter(name, p, options)
-            known[p] = added[p] = name
-
-        # Only what passed every check is kept: a group that is refused leaves no trace.
-        super().add_param_group({**group, "params": list(added)})
-        self.names = known
-        index, algorithm = len(self.param_groups) - 1, options["algorithm"]
-        for p in added:
-            self.state[p] = make_state(p, algorithm)
-            if algorithm == "muon":
-                number, blocks = len(self.sharded_params) + 1, options["column_blocks"]
+        super().add_param_group(dict(group))
+        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        unnamed = [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+        for p, name in zip(group["params"], group.get("param_names", unnamed)):
+            check_parameter(name, p, group)
+            self.names[p] = name
+            self.state[p] = make_state(p, group["algorithm"])
+            if group["algorithm"] == "muon":
+                number, blocks = len(self.sharded_params) + 1, group["column_blocks"]
                 sharded = ShardedParam(p, number, index, blocks, self.replicas)
                 self.sharded_params.append(sharded)
         self.plans = {}  # made anew at the next step
@@ -658,17 +644,6 @@ class Muon(torch.optim.Optimizer):
             if p.dtype != updated.dtype:
                 self.write_weight(to_local(p), updated, p)
 
-    def load_state_dict(self, state_dict):
-        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
-        state of bf16 weights."""
-        super().load_state_dict(state_dict)
-        # Saved state is keyed by number, ours by parameter: the groups give the pairs.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            for number, p in zip(saved["params"], group["params"]):
-                if p.dtype != torch.float32:
-                    for key, tensor in state_dict["state"].get(number, {}).items():
-                        self.state[p][key] = tensor.to(p.device, copy=True)
-
     def __getstate__(self):
         """What copies and pickle take along: all of it. torch's own part would not do."""
         return self.__dict__
@@ -721,29 +696,11 @@ def check_gradient(name, param):
 # ---------------------------------------------------------------- demo
 
 
-def show_singular_values():
-    """How five steps bring the singular values of one matrix to about 1"""
-    # Row k is divided by k, so the singular values differ widely. V comes transposed.
-    generator = torch.Generator().manual_seed(0)
-    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]  # (64, 256)
-    U, _, V = torch.linalg.svd(G, full_matrices=False)  # (64, 64), (64,), (64, 256)
-    print("singular values of a 64 x 256 matrix, rows falling off as 1/k")
-    print("                 largest   median  smallest   cosine to U V^T")
-
-    # The goal U V^T has 64 singular values of 1, so its norm is 8.
-    for steps in range(6):
-        X = orthogonalize(G, steps) if steps else G
-        S = torch.linalg.svdvals(X)
-        cosine = (X * (U @ V)).sum() / X.norm() / 8
-        name = f"after {steps} step{'s' * (steps > 1)}" if steps else "before"
-        print(f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {cosine:.4f}")
-
-
 def demo():
-    from demos.muon_on_ranks import show_ranks
+    from demos.muon_steps import show_ranks, show_singular_values
 
     torch.set_num_threads(1)
-    show_singular_values()
+    show_singular_values(orthogonalize)
     show_ranks(Muon)
 
 

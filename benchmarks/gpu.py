@@ -65,8 +65,8 @@ Found is a relative error (norm of the difference / norm), or how many numbers d
         """
 Every stage is cut short but whole in kind: fewer steps, demonstrations and tasks. Seconds per
 step and tokens/s are medians over the second half of a stage's steps; in rl these are the tokens
-trained on, over the whole step. Busy: nvidia-smi, while the training loop runs. RL saves once in
-three steps here, and once in ten by default.
+trained on, over the whole step. Busy: nvidia-smi, over the second half of a stage's time. RL saves
+once in three steps here, and once in ten by default.
 
 MFU = tokens/s x FLOPs of a token / the measured bf16 product above. FLOPs of a token
 = 6 x active parameters without the embedding
@@ -151,17 +151,15 @@ def start_part(name, limit, arguments, scratch):
     # gpu_bench imports the function and runs it. The report goes along because it holds the
     # ceilings that the first part has measured.
     parts = arguments.out / "parts"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_bench",
-        PARTS[name].function,
-        f"--device={arguments.device}",
-        f"--rows={parts / name}.jsonl",
-        f"--report={arguments.out / 'gpu.json'}",
-        f"--scratch={scratch}",
-        f"--seconds={limit:.1f}",
-    ]
+    asked = {
+        "function": PARTS[name].function,
+        "device": arguments.device,
+        "rows": f"{parts / name}.jsonl",
+        "report": str(arguments.out / "gpu.json"),
+        "scratch": str(scratch),
+        "seconds": limit,
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu_bench", json.dumps(asked)]
 
     # Its screen goes to a log. start_new_session: whatever it starts can be killed with it.
     with open(parts / f"{name}.log", "w") as output:

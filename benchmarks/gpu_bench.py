@@ -1,14 +1,11 @@
 """benchmarks/gpu_bench.py: the process of one part of benchmarks/gpu.py, and what all parts
 share.
 
-    python -m benchmarks.gpu_bench gpu_equality.check_equality --device=cuda ...
-
 A part appends its rows to a file as soon as it has them. A row belongs to a table and may have
 any columns; a row with `holds` is a check. A measurement that fails leaves its traceback as a
 row, and the next one goes on.
 """
 
-import argparse
 import gc
 import importlib
 import json
@@ -21,6 +18,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -35,11 +33,11 @@ class Bench:
     """What the functions of a part get: the device, the time left, the measured ceilings, and where
     their rows go. tiny: on a CPU all sizes are small, and the run only shows that it works."""
 
-    def __init__(self, arguments):
-        self.device, self.tiny = arguments.device, arguments.device == "cpu"
-        self.rows, self.scratch = Path(arguments.rows), Path(arguments.scratch)
-        self.deadline = time.monotonic() + arguments.seconds
-        self.peak_flops, self.bandwidth = read_ceilings(arguments.report)
+    def __init__(self, asked):
+        self.device, self.tiny = asked.device, asked.device == "cpu"
+        self.rows, self.scratch = Path(asked.rows), Path(asked.scratch)
+        self.deadline = time.monotonic() + asked.seconds
+        self.peak_flops, self.bandwidth = read_ceilings(asked.report)
 
     def emit(self, table, **columns):
         """Appends one row to the file of the part"""
@@ -161,19 +159,10 @@ def run_device_tests(bench):
 
 
 def main(argv):
-    # All flags are required: start_part in benchmarks/gpu.py gives them.
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_bench", description="One part of benchmarks.gpu."
-    )
-    parser.add_argument("part", help="file.function")
-    for name in ("device", "rows", "report", "scratch"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    arguments = parser.parse_args(argv)
-
-    # The part names a file of this folder and a function in it.
-    file, function = arguments.part.split(".")
-    getattr(importlib.import_module(f"benchmarks.{file}"), function)(Bench(arguments))
+    # What start_part in benchmarks/gpu.py asks for; the function is file.function of this folder.
+    asked = SimpleNamespace(**json.loads(argv[0]))
+    file, function = asked.function.split(".")
+    getattr(importlib.import_module(f"benchmarks.{file}"), function)(Bench(asked))
 
 
 if __name__ == "__main__":

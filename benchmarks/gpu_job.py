@@ -1,18 +1,22 @@
 """benchmarks/gpu_job.py: train.py at the scale of the device, every stage cut short but whole in
 kind; a part of benchmarks/gpu.py.
 
-Each stage is a process of its own, so that its peak memory is its own, under
-benchmarks/gpu_watch.py.
+Each stage is a process of its own, so that its peak memory is its own. Beside it nvidia-smi writes
+how busy the card is.
 
-Left out: kill -9 and resume, which is a test of the device (tests/test_device.py).
+Left out: kill -9 and resume, which is a test of the device (tests/test_device.py); a profile of the
+steps by functions (torch.profiler, py-spy).
 """
 
-import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from functools import partial
+
+import torch
 
 import moe
 import train
@@ -85,15 +89,27 @@ def planned_memory(config):
     return gpu_memory.planned_gigabytes(shape, shapes, config.micro_tokens, config.recompute)
 
 
+def watch_card(path):
+    """Starts nvidia-smi, which writes to the file, five times a second, for what share of the time
+    the card runs a kernel -> its process, or None where there is no card"""
+    if not torch.cuda.is_available() or not shutil.which("nvidia-smi"):
+        return None
+    # nvidia-smi numbers all cards of the machine, CUDA numbers only the visible ones.
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    with open(path, "w") as output:
+        return subprocess.Popen(
+            ["nvidia-smi", f"--id={card}", *query], stdout=output, stderr=subprocess.DEVNULL
+        )
+
+
 def run_stage(bench, stage, out, seconds):
-    """Runs one stage of train.py under benchmarks/gpu_watch.py -> columns of its row, {phase: share
-    of the time}, and the lines of its log"""
-    watch, screen = bench.scratch / f"{stage}.json", bench.rows.with_name(f"job_{stage}.log")
-    program = [sys.executable, "-m", "benchmarks.gpu_watch", str(watch)]
-    command = [*program, *stage_flags(bench, stage, out)]
+    """Runs one stage of train.py -> columns of its row, and the lines of its log"""
+    screen, busy = bench.rows.with_name(f"job_{stage}.log"), bench.scratch / f"{stage}.busy"
+    command = [sys.executable, str(ROOT / "train.py"), *stage_flags(bench, stage, out)]
 
     # A stage that reaches its time limit is killed. The steps that it logged still count.
-    start = time.monotonic()
+    start, monitor = time.monotonic(), watch_card(busy)
     with open(screen, "w") as output:
         try:
             done = subprocess.run(
@@ -102,6 +118,10 @@ def run_stage(bench, stage, out, seconds):
             outcome = "complete"
         except subprocess.TimeoutExpired:
             done, outcome = None, f"ended after {seconds:.0f} s"
+        finally:
+            if monitor:
+                monitor.kill()
+                monitor.wait()
     columns = {"outcome": outcome, "wall_s": time.monotonic() - start}
 
     # A stage that fails is an error, with the end of its output: bench.attempt makes a row of it.
@@ -109,13 +129,11 @@ def run_stage(bench, stage, out, seconds):
         said = f"exit code {done.returncode}\n{last_lines(screen)}"
         raise RuntimeError(f"train.py --stage={stage}: {said}")
 
-    # What the watch saw. Where a stage was killed before the first write there is no file.
-    seen = {"busy": None, "phases": {}}
-    if watch.exists():
-        seen = json.loads(watch.read_text())
-    if seen["busy"] is not None:
-        columns["card_busy_%"] = 100 * seen["busy"]
-    return columns, seen["phases"], read_rows(out / f"{stage}.jsonl")
+    # In the first half of the time the stage still imports, reads and makes its data.
+    looks = [int(word) for word in busy.read_text().split() if word.isdigit()] if monitor else []
+    if looks:
+        columns["card_busy_%"] = statistics.mean(looks[len(looks) // 2 :])
+    return columns, read_rows(out / f"{stage}.jsonl")
 
 
 def stage_numbers(bench, stage, lines, wall):
@@ -145,14 +163,8 @@ def stage_numbers(bench, stage, lines, wall):
     return columns
 
 
-def describe_rollouts(bench, lines, phases):
-    """The steps of RL, and where their time goes: rows of two tables, and a check"""
-    # The profile of the watch: shares of the loop's time, in which steps, saving and validation
-    # are.
-    for phase, share in phases.items():
-        bench.emit("an RL step, by the wall", what=phase, **{"share_%": 100 * share})
-
-    # One row for each step.
+def describe_rollouts(bench, lines):
+    """The steps of RL: the rows of a table, and a check"""
     config = stage_config(bench, "rl")
     rollouts = config.tasks_per_step * config.group_size
     for line in lines:
@@ -160,6 +172,7 @@ def describe_rollouts(bench, lines, phases):
             "RL steps",
             rollouts=rollouts,
             sampled_tokens_per_s=line["sampled"] * rollouts / line["rollout_s"],
+            **{"rollouts_%": 100 * line["rollout_s"] / line["seconds"]},
             **{name: line[name] for name in LOGGED},
         )
 
@@ -182,14 +195,14 @@ def measure_main_job(bench):
         # A policy that is hardly trained may sample up to every limit, so rl may take only three
         # quarters of the time left: the evaluation keeps the rest.
         limit = 0.75 * bench.seconds_left() if stage == "rl" else bench.seconds_left() - 2
-        columns, phases, lines = run_stage(bench, stage, out, limit)
+        columns, lines = run_stage(bench, stage, out, limit)
 
         # The evaluation has no steps, so its row is its outcome and its time.
         if stage == "eval":
             return columns
         row = {**columns, **stage_numbers(bench, stage, lines, columns["wall_s"])}
         if stage == "rl":
-            describe_rollouts(bench, lines, phases)
+            describe_rollouts(bench, lines)
         return row
 
     for stage in ("pretrain", "long", "sft", "rl", "eval"):

@@ -10,12 +10,11 @@ import argparse
 import math
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from command.flags import usage_error
+from command import flags
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,18 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_parser(module, description):
-    """-> an argparse parser for `python -m benchmarks.<module>`. On a wrong flag it prints one line
-    to stderr and exits with code 2."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    # argparse's own refusal also prints the usage, several lines of it.
-    parser.error = partial(usage_error, program=f"benchmarks.{module}")
-    return parser
+    """-> the parser of `python -m benchmarks.<module>`"""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    return flags.make_parser(f"benchmarks.{module}", description, formatter_class=keep_lines)
 
 
 def read_quick(module, description, argv):

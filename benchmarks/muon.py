@@ -30,7 +30,7 @@ from benchmarks.harness import measure_seconds, print_table, read_quick
 from demos.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import RoundingMuon
-from demos.muon_on_ranks import make_parameters
+from demos.muon_steps import make_parameters
 from muon import Muon, as_stack
 
 CACHE_BYTES = 2 << 20  # of a CPU

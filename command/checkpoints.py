@@ -25,7 +25,6 @@ import io
 import json
 import os
 import pickle
-import secrets
 import shutil
 import time
 import warnings
@@ -68,16 +67,11 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    # An empty folder, beside the checkpoint that is there. Its first file has a name that no other
-    # folder has: who does not see it would write to another disk.
-    token, *_ = gather_from_ranks(secrets.token_hex(8))
+    # An empty folder, beside the checkpoint that is there.
     with fail_on_all_ranks(directory, part):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            (part / token).touch()
-    with fail_on_all_ranks(directory, part):
-        wait_for_files(part, [token])
 
     # Every rank writes its shards.
     with fail_on_all_ranks(directory, part):
@@ -105,7 +99,6 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
             data = io.BytesIO()
             torch.save(extra or {}, data)
             write_synced(part / "extra.pt", data.getbuffer())
-            (part / token).unlink()
             for path in part.iterdir():
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
@@ -308,19 +301,14 @@ def read_manifest(directory):
             f"{directory}: not a complete checkpoint (no readable manifest.json)"
         ) from None
 
-    # Nothing outside the folder is part of a checkpoint, whatever a manifest says. A file of
-    # another size was cut off or replaced.
+    # Nothing outside the folder is part of a checkpoint, whatever a manifest says: its names must be
+    # those of files here. A file of another size was cut off or replaced.
+    there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     for name, entry in manifest.items():
-        if not name or name != Path(name).name or "\\" in name or "\0" in name or name == "..":
+        if there.get(name) != entry["bytes"]:
             raise DamagedCheckpoint(
-                f"{directory}: manifest.json names {name!r}, which is no file of this "
-                "folder: not to be trusted"
-            )
-        size, path = entry["bytes"], folder / name
-        there = path.stat().st_size if path.is_file() else 0
-        if there != size:
-            raise DamagedCheckpoint(
-                f"{directory}: {name} has {there} of {size} bytes: the checkpoint is damaged"
+                f"{directory}: {name!r} has {there.get(name, 0)} of {entry['bytes']} bytes: the "
+                "checkpoint is damaged"
             )
 
     # Without these two nothing can be loaded.
@@ -413,40 +401,30 @@ class MetadataUnpickler(pickle.Unpickler):
     writes into .metadata for tensors. It refuses all other names."""
 
     ALLOWED = {
-        ("torch.distributed.checkpoint.metadata", name): getattr(dcp.metadata, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
-    ALLOWED["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = dcp.filesystem._StorageInfo
-    ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-    ALLOWED["torch", "Size"] = torch.Size
-    # The path under which the checkpoint was saved, on any system and with any Python. PurePath is
-    # a path that cannot touch the disk.
-    ALLOWED |= {
-        (module, name): PurePath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
     }
 
     def find_class(self, module, name):
         """Called by pickle for each name in the file -> the class, or UnpicklingError"""
-        if (module, name) in self.ALLOWED:
-            return self.ALLOWED[module, name]
+        # The path under which the checkpoint was saved, on any system and with any Python: a path
+        # that cannot touch the disk.
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return PurePath
         # A dtype is pickled under its name, such as torch.float32.
-        if (
-            module == "torch"
-            and "." not in name
-            and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
 
 
 # ---------------------------------------------------------------- choose

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from command import checkpoints, hardware, published_model
+from command import checkpoints, published_model
 from command.flags import is_first_rank, rules_of, usage_error, write_value
 from command.hardware import dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
@@ -146,11 +146,6 @@ def check_surroundings(configs, given, styles, check_cards):
         check_writable(first.out)
     except OSError as error:
         usage_error(f"--out={first.out} cannot be written: {error.strerror or error}")
-
-    # Where the machine chose the scale, one line says what it chose.
-    chosen = given.get("scale", "auto") == "auto" and not first.init_from
-    if uses_card(given) and chosen and is_first_rank():
-        print(hardware.describe_card(first))
 
 
 def check_tasks(path, styles):

@@ -23,6 +23,9 @@ from command.policy_report import draw_policies, format_table, write_json
 from command.step_log import minutes_so_far, read_step_log
 from world.task import Refusal
 
+# The flags that make another evaluation of the same policies
+KEY = ("tasks", "temperature", "eval_levels", "eval_tasks", "bench_tasks", "eval_samples")
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -33,8 +36,9 @@ class Asked:
     made: dict  # the configuration that the last one was made with
     published: object  # what published_model.load_published gives, or None
     trained: bool  # is there a policy after RL?
-    # what tells one evaluation from another: digests of the file of tasks and of each checkpoint
-    origin: dict
+    # what tells one evaluation from another: commit, digests of the file of tasks and of each
+    # checkpoint, flags
+    key: dict
 
 
 def find_policies(run, given, sizes, patch):
@@ -104,37 +108,28 @@ def find_policies(run, given, sizes, patch):
     made_from = {}
     if not published:
         made_from = {name: checkpoints.digest_checkpoint(path) for name, path in labelled.items()}
-    origin = {"file": digest_file(config.tasks), "made_from": made_from}
-    return Asked(replace(config, **as_made), labelled, made, published, trained, origin)
+    config = replace(config, **as_made)
+    key = {"commit": current_commit(), "file": digest_file(config.tasks), "made_from": made_from}
+    for name in KEY:
+        key[name] = getattr(config, name)
+    return Asked(config, labelled, made, published, trained, key)
 
 
 def is_done(run, asked):
     """Says what is evaluated. -> is the table of the same evaluation of the same checkpoints there
     already? Then it is printed."""
     told = ", ".join(f"{name} = {path}" for name, path in asked.paths.items())
-    kept = find_kept_table(asked.config, asked.origin) if asked.trained else ""
     if not asked.trained:
         told += f"; there is no {asked.config.out}/rl"
     run.say(f"evaluated: {told}")
-    if kept:
-        run.say(kept)
-    return bool(kept)
 
-
-def find_kept_table(config, origin):
-    """The table in summary.json if it is of the same evaluation of the same checkpoints, made by
-    the present commit, else an empty text. origin: see Asked"""
-    path = Path(config.out, "summary.json")
-    asked = ["tasks", "temperature"]
-    asked += ["eval_levels", "eval_tasks", "bench_tasks", "eval_samples"]
     # A full disk may have left half of the file: whatever cannot be read holds no such table.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        done = json.loads(path.read_text())
-        same = done["commit"] == current_commit()
-        same = same and all(done["config"][name] == getattr(config, name) for name in asked)
-        if same and all(done[name] == value for name, value in origin.items()):
-            return done["table"]
-    return ""
+        done = json.loads(Path(asked.config.out, "summary.json").read_text())
+        if asked.trained and done["key"] == asked.key:
+            run.say(done["table"])
+            return True
+    return False
 
 
 def write_evaluation(run, asked, numbers):
@@ -160,7 +155,7 @@ def write_evaluation(run, asked, numbers):
         "config": asdict(config),
         "commit": current_commit(),
         "stages": {stage: lines[-1] for stage, lines in logs.items() if lines},
-        **asked.origin,
+        "key": asked.key,
     }
 
     # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not

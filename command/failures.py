@@ -40,7 +40,7 @@ def explain_failures(config, argv):
     except MachineFailure as failure:
         usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
     except checkpoints.SaveFailed as error:
-        usage_error(f"{error}. {how_to_go_on(config, argv)}")
+        usage_error(f"{error}. Free some space, then: {command_to_type(config, argv)}")
     except (checkpoints.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
     except OSError as error:
@@ -50,8 +50,8 @@ def explain_failures(config, argv):
             raise
         what = f"{error.filename}: " if error.filename else ""
         usage_error(
-            f"{what}cannot be written: {checkpoints.explain_write_error(error)}. "
-            f"{how_to_go_on(config, argv)}"
+            f"{what}cannot be written: {checkpoints.explain_write_error(error)}. Free some space, "
+            f"then: {command_to_type(config, argv)}"
         )
     except torch.OutOfMemoryError as error:
         # Printed by the rank whose GPU is full. usage_error would speak on the first rank alone.
@@ -63,19 +63,18 @@ def end_stopped(config, argv, number):
     """Ends a command that a signal has stopped: prints the command that goes on, and exits with the
     code that a shell expects, 128 + the signal's number"""
     if is_first_rank():
-        command = command_to_type(argv, resume=can_resume(config))
-        print(f"stopped; to go on: {command}", file=sys.stderr)
+        print(f"stopped; to go on: {command_to_type(config, argv)}", file=sys.stderr)
     raise SystemExit(128 + number)
 
 
-def command_to_type(argv, resume, more=()):
-    """The command that runs this again. resume: add --resume, which an experiment's command does
-    without; more: further flags"""
+def command_to_type(config, argv, more=()):
+    """The command that goes on: with --resume where there is a checkpoint, which an experiment's
+    command does without. more: further flags"""
     experiment = os.environ.get(EXPERIMENT_COMMAND)
     if experiment:
         return " ".join([experiment, *more])
     words = [*argv, *more]
-    if resume:
+    if not config.resume and checkpoints.last_stage(config.out) != Path(config.out):
         words.append("--resume")
     return f"{PROGRAM} {shlex.join(words)}"
 
@@ -92,25 +91,13 @@ def say_lost_rollouts(say, causes, total):
         )
 
 
-def how_to_go_on(config, argv):
-    """After a full disk: the command that goes on from the last checkpoint, or begins again where
-    there is none yet"""
-    return f"Free some space, then: {command_to_type(argv, can_resume(config))}"
-
-
-def can_resume(config):
-    """Does --resume belong to the command that goes on? Not where it stands there already, and not
-    before there is a checkpoint."""
-    return not config.resume and checkpoints.last_stage(config.out) != Path(config.out)
-
-
 def explain_full_card(config, argv, error):
     """The one line for a GPU whose memory is full, with what makes the run fit"""
     # Both flags may change when a stage goes on (may_change in train.Config).
     half = max(1, config.micro_tokens // 2)
     told = str(error).splitlines()[0][:160].rstrip()
     smaller = f"--micro_tokens={half}", "--recompute"
-    again = command_to_type(argv, resume="--resume" not in argv, more=smaller)
+    again = command_to_type(config, argv, smaller)
     return (
         f"the GPU's memory is full ({told}) What is saved is whole. Half as much at a time, and "
         f"less kept of it: {again} (if that is not enough: --weight_dtype=bfloat16, and in rl "

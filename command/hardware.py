@@ -1,15 +1,13 @@
 """command/hardware.py: what this machine is, and which size of model it carries.
 
-`--device=auto`, `--dtype=auto` and `--scale=auto` are answered here, and what is said of a GPU at
-the start. Here too the memory that a process has held, and how freed memory goes back to the
-system.
+`--device=auto`, `--dtype=auto` and `--scale=auto` are answered here. Here too the memory that a
+process has held, and how freed memory goes back to the system.
 
 It stands apart from train.py because the recipe is the same on every machine.
 """
 
 import contextlib
 import ctypes
-import math
 import os
 import sys
 
@@ -52,30 +50,6 @@ def this_card():
 def uses_card(given):
     """Will a command with these flags compute on a GPU?"""
     return torch.cuda.is_available() and given.get("device") != "cpu"
-
-
-def describe_card(config):
-    """One line at the start: which model on which GPU, and in which dtype if it has no bf16"""
-    # A GPU was found, and yet it is not the gpu scale that runs.
-    card = this_card()
-    gigabytes = card.total_memory / 1e9
-    if config.scale != "gpu":
-        return (
-            f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the "
-            "laptop's model, on the GPU"
-        )
-
-    # Of the gpu scale: its size, the micro-batch, and the memory that is planned for it.
-    shape, shapes = gpu_memory.gpu_scale()
-    planned = gpu_memory.planned_gigabytes(shape, shapes, config.micro_tokens)
-    parameters = sum(map(math.prod, shapes.values())) / 1e6
-    line = (
-        f"scale gpu, {parameters:.1f}M parameters, on {card.name}: {config.micro_tokens:,} tokens "
-        f"at a time, about {planned:.0f} of {gigabytes:.0f} GB planned"
-    )
-    if fast_dtype("cuda") == torch.float32:
-        line += ", in float32: this card has no bf16"
-    return line
 
 
 def scale_of_machine(given, most):

@@ -94,7 +94,10 @@ def launch_local_ranks(argv, config, program):
         for rank in range(1, n):
             process = subprocess.Popen(
                 [*program, *argv],
-                preexec_fn=started_rank if sys.platform == "linux" else None,
+                preexec_fn=tied_to_parent(),
+                # Ctrl-C is for rank 0, which tells the others: one that is still importing would
+                # end with a traceback.
+                start_new_session=True,
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             child_processes.append(process)
@@ -242,14 +245,6 @@ def die_with_parent(number):
     # prctl(PR_SET_PDEATHSIG, number)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)
-
-
-def started_rank():
-    """The preexec_fn of a rank that rank 0 starts: it ends with rank 0. Ctrl-C reaches all ranks at
-    once, and one that is still importing would print a traceback: until it has handlers of its own
-    it leaves that signal to rank 0."""
-    die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):

@@ -1,8 +1,8 @@
 """command/policy_report.py: policies compared, as a table and as figures.
 
 eval.summarize_policies makes the numbers. Here they become what a person reads: the table (solved,
-levels, pass@k, what it takes), score.png (what does a solved task cost, in tokens and in dollars?), effort.png
-(does effort follow difficulty?), and the answers to --mismatch and --gap.
+levels, pass@k, what it takes), score.png (what does a solved task cost, in tokens and in dollars?),
+effort.png (does effort follow difficulty?), and the answers to --mismatch and --gap.
 
 It stands apart from eval.py because the numbers are the concept and a table only shows them.
 """
@@ -47,87 +47,73 @@ ROWS = {
     "communication": ("messages too long, or none", "{:.3f}", 1),
     "code_style": ("comments left in code", "{:.3f}", 1),
 }
-# Of second instructions ("leave b.py alone"), where some tasks have them.
-KEPT = "second instructions kept", "{:.3f}", 1
 
 
 def format_table(numbers, kind="held-out"):
     """numbers: see eval.summarize_policies; kind: which tasks these were -> the text of the table,
     a column for each policy"""
-    # The numbers of all tasks, and of the tasks of each level.
-    policies = numbers["policies"]
-    whole = [policy["overall"] for policy in policies.values()]
-    levels = [policy["levels"] for policy in policies.values()]
+    policies, lines = numbers["policies"], []
     width = max(18, 2 + max(map(len, policies)))
-    lines = []
 
     def add_row(label, cells):
         lines.append(f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells))
 
-    # What is solved, and how sure that is.
-    add_row(f"{whole[0]['tasks']} {kind} tasks x {whole[0]['passes']}", policies)
-    add_row("solved [95 % interval]", [f"{row['solved']:.3f}" for row in whole])
-    add_row("", ["[{:.2f} {:.2f}]".format(*row["interval"]) for row in whole])
-    for label, cells in pair_rows(numbers):
+    def add_number(parts, key, label, form, factor=1):
+        cells = []
+        for row in (part["overall"] for part in parts):
+            cells.append(format_number(row[key] * factor, form) if key in row else "-")
         add_row(label, cells)
 
-    # By what was asked for, and by how hard it is.
-    if all("settings" in policy for policy in policies.values()):
-        rows = [policy["settings"] for policy in policies.values()]
-        for setting in rows[0]:
-            by_setting = [row.get(setting, {}).get("overall") for row in rows]
-            add_row(f"  effort {setting}", [describe_cell(row) for row in by_setting])
-    add_levels(add_row, levels)
+    def add_solved(parts, title, pairs=()):
+        """What is solved, how sure that is, and by level"""
+        whole = [part["overall"] for part in parts]
+        add_row(f"{title} x {whole[0]['passes']}", policies)
+        add_row("solved [95 % interval]", [f"{row['solved']:.3f}" for row in whole])
+        add_row("", ["[{:.2f} {:.2f}]".format(*row["interval"]) for row in whole])
+        for label, cells in pairs:
+            add_row(label, cells)
+        # By the effort that was asked for, where it was.
+        for setting in parts[0].get("settings", ()):
+            rows = [part.get("settings", {}).get(setting) for part in parts]
+            cells = [describe_cell(row["overall"]) if row else "-" for row in rows]
+            add_row(f"  effort {setting}", cells)
+        # The levels are those of the first policy; another one may have been given other tasks.
+        for level, first in parts[0]["levels"].items():
+            rows = [part["levels"].get(level) for part in parts]
+            cells = [describe_cell(row) if row else "-" for row in rows]
+            add_row(f"  level {level}: {first['label'] or 'solved (tokens)'}", cells)
+
+    parts = list(policies.values())
+    first = parts[0]["overall"]
+    add_solved(parts, f"{first['tasks']} {kind} tasks", pair_rows(numbers))
 
     # Several chances at a task, as far as the first policy had so many passes.
-    for key in whole[0]:
+    for key in first:
         if key.startswith("pass@"):
-            cells = []
-            for row in whole:
-                cells.append(format_number(row[key], "{:.3f}") if key in row else "-")
             k = key.removeprefix("pass@")
-            add_row(key if k == "1" else f"{key} = best-of-{k}", cells)
+            add_number(parts, key, key if k == "1" else f"{key} = best-of-{k}", "{:.3f}")
 
     # What it takes.
     for key, (label, form, factor) in ROWS.items():
-        cells = [format_number(row[key] * factor, form) if key in row else "-" for row in whole]
-        add_row(label, cells)
+        add_number(parts, key, label, form, factor)
 
     # These count as failed, though nothing was tried.
-    if any(row["no_turn"] for row in whole):
-        add_row("without room for a turn", [f"{row['no_turn']:.0f}" for row in whole])
+    if any(part["overall"]["no_turn"] for part in parts):
+        add_number(parts, "no_turn", "without room for a turn", "{:.0f}")
 
-    # The bench, where there is one beside the other tasks.
-    benches = [policy["bench"] for policy in policies.values() if "bench" in policy]
-    if len(benches) == len(policies):
-        whole = [bench["overall"] for bench in benches]
+    # The bench, where there is one beside the other tasks, and whether second instructions ("leave
+    # b.py alone") were kept in it.
+    benches = [part["bench"] for part in parts if "bench" in part]
+    if len(benches) == len(parts):
         lines.append("")
-        add_row(f"bench: {whole[0]['tasks']} tasks x {whole[0]['passes']}", policies)
-        add_row("solved [95 % interval]", [f"{row['solved']:.3f}" for row in whole])
-        add_row("", ["[{:.2f} {:.2f}]".format(*row["interval"]) for row in whole])
-        add_levels(add_row, [bench["levels"] for bench in benches])
-        label, form, factor = KEPT
-        cells = [
-            format_number(row["kept"] * factor, form) if "kept" in row else "-" for row in whole
-        ]
-        add_row(label, cells)
+        add_solved(benches, f"bench: {benches[0]['overall']['tasks']} tasks")
+        add_number(benches, "kept", "second instructions kept", "{:.3f}")
     return "\n".join(lines)
 
 
-def add_levels(add_row, levels):
-    """A row for each level of the first policy; another one may have been given other tasks.
-    levels: of each policy {level: its numbers}"""
-    for level, first in levels[0].items():
-        cells = [describe_cell(by_level.get(level)) for by_level in levels]
-        name = first["label"] or "solved (tokens)"
-        add_row(f"  level {level}: {name}", cells)
-
-
 def describe_cell(row):
-    """What is solved, with how many tokens, and how many times the careful expert's effort; row:
-    numbers of some records, or None"""
-    if row is None:
-        return "-"
+    """What is solved, with how many tokens, and at how many times a careful expert's effort. row:
+    the numbers of some records"""
     care = f", {row['care']:.2f}x" if "care" in row else ""
     return f"{row['solved']:.2f} ({row['tokens']:.0f}{care})"
 
@@ -198,20 +184,20 @@ def draw_bench(benches, path):
     """A row for each level of the bench, a point with its 95 % interval for each policy.
     benches: {name: numbers of the bench, overall and by levels}"""
     figure, ax = drawing.make_axes("What of the bench is solved?", "solved", "")
-    rows = list(next(iter(benches.values()))["levels"])
+    levels = next(iter(benches.values()))["levels"]
+    places = {level: place for place, level in enumerate(levels)}
     for number, (name, bench) in enumerate(benches.items()):
         # The policies of a row stand one above the other.
-        shown = [(place, bench["levels"].get(level)) for place, level in enumerate(rows)]
-        shown = [(place, row) for place, row in shown if row]
-        places = [place - 0.25 + 0.5 * number / max(1, len(benches) - 1) for place, _ in shown]
-        solved = np.array([row["solved"] for _, row in shown])
-        low, high = np.array([row["interval"] for _, row in shown]).T
+        below = 0.5 * number / max(1, len(benches) - 1) - 0.25
+        rows = {level: row for level, row in bench["levels"].items() if level in places}
+        solved = np.array([row["solved"] for row in rows.values()])
+        low, high = np.array([row["interval"] for row in rows.values()]).T
         # Of few passes the interval may lie beside the share by a rounding error.
         errors = np.maximum([solved - low, high - solved], 0)
         label = f"{name}: {bench['overall']['solved']:.2f}"
-        ax.errorbar(solved, places, xerr=errors, fmt="o", capsize=2, label=label)
-    first = next(iter(benches.values()))["levels"]
-    ax.set_yticks(range(len(rows)), [first[level]["label"] for level in rows], fontsize=8)
+        heights = [places[level] + below for level in rows]
+        ax.errorbar(solved, heights, xerr=errors, fmt="o", capsize=2, label=label)
+    ax.set_yticks(range(len(levels)), [row["label"] for row in levels.values()], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlim(-0.03, 1.03)
     ax.legend(fontsize=8)

@@ -12,7 +12,6 @@ terminal. Left out: a pager.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -34,15 +33,13 @@ def message_notes(message):
 
 
 def escape_control_chars(text):
-    """The text with its control characters spelled out: a transcript must not move the cursor."""
+    """The text with its control characters spelled out: a transcript must not move the cursor. Half
+    of a surrogate pair, and what turns the direction of writing, is not printable either."""
 
-    def spell_out(found):
-        return ascii(found[0])[1:-1]
+    def spell_out(char):
+        return char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
 
-    # Kept as they are: newline, tab, printable ASCII, and all above U+009F but surrogates ...
-    text = re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
-    # ... and what ends a line or turns the direction of writing: text could pose as other text.
-    return re.sub("[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", spell_out, text)
+    return "".join(map(spell_out, text))
 
 
 def message_text(message):
@@ -53,9 +50,7 @@ def message_text(message):
         arguments = json.loads(call["function"]["arguments"])
         pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
         words.append(f"> {call['function']['name']} {pairs}")
-    text = "\n".join(word for word in words if word)
-    # Half of a surrogate pair is no character and cannot be printed.
-    return text.encode("utf-8", "replace").decode()
+    return "\n".join(word for word in words if word)
 
 
 def format_transcript(line):

@@ -13,7 +13,6 @@ were trained in, or in another one on request.
 
 import json
 import math
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +138,8 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
 
 # ---------------------------------------------------------------- what else belongs to a folder
 
-# the tokenizer's files: those that a folder has are copied
+# the tokenizer's files: those that a folder has are copied, and never run. Code may be the
+# tokenizer's, as Kimi's is; what belongs to the model is not asked for: config.json names none.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -149,6 +149,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "*.jinja",
+    "*.py",
 )
 
 
@@ -175,7 +176,7 @@ def export_model(target, model, tokenizer, source, dtype):
         for name in ("bos_token_id", "pad_token_id"):
             if name in settings.raw:
                 ids[name] = settings.raw[name]
-        for name in (*TOKENIZER_FILES, *find_tokenizer_code(source)):
+        for name in TOKENIZER_FILES:
             files += [path for path in source.glob(name) if path.is_file()]
         path = source / "generation_config.json"
         if path.is_file():
@@ -194,22 +195,3 @@ def export_model(target, model, tokenizer, source, dtype):
         (target / "generation_config.json").write_text(text)
     if not source:
         write_tokenizer(tokenizer, target)
-
-
-def find_tokenizer_code(folder):
-    """Names of the Python files that a tokenizer needs: those that auto_map names, and those that
-    these import from the same folder. They are copied and never run. Only plain names are taken, so
-    nothing comes from outside the folder."""
-    # auto_map names classes as "file.Class".
-    path, found = folder / "tokenizer_config.json", set()
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
-
-    # Follow the imports, each file once.
-    while names:
-        file = folder / f"{names.pop()}.py"
-        if file.name not in found and file.is_file():
-            found.add(file.name)
-            text = file.read_text(errors="ignore")
-            names += re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)
-    return sorted(found)

@@ -362,21 +362,21 @@ def read_rope_section(settings):
                 f"{settings.path}: {key} {found!r:.80} is not supported, "
                 "only yarn, the same for all layers"
             )
+        # "type" is the old name of rope_type. The base may also stand outside of a section.
         if found:
-            sections.append({"rope_type": found.get("type", "default"), **found})
+            known = {"rope_type": found.get("type", "default"), **found}
+            known.setdefault("rope_theta", settings.raw.get("rope_theta"))
+            sections.append({k: v for k, v in known.items() if k != "type" and v is not None})
 
-    # Both in one dict; "type" is the old name of rope_type.
-    rope = {key: value for found in sections for key, value in found.items() if key != "type"}
-    if len(sections) == 2:
-        for found in sections:
-            for key, value in rope.items():
-                # The base may also stand outside of a section.
-                beside = settings.raw.get(key, value) if key == "rope_theta" else None
-                if found.get(key, beside) != value:
-                    raise ValueError(
-                        f"{settings.path}: rope_parameters and rope_scaling do not say the same: "
-                        "delete the one that is not meant"
-                    )
+    # Both in one dict. A base that stands in one of them is that of both.
+    if not sections:
+        return {}
+    rope = {"rope_theta": None} | sections[0] | sections[-1]
+    if any({"rope_theta": rope["rope_theta"]} | section != rope for section in sections):
+        raise ValueError(
+            f"{settings.path}: rope_parameters and rope_scaling do not say the same: "
+            "delete the one that is not meant"
+        )
     return rope
 
 

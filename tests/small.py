@@ -19,6 +19,8 @@ SIZES = dict(
     expert_ffn=16,
     context=32,
 )
+# The same, so that eight ranks can cut it.
+EVEN_SIZES = SIZES | dict(vocab=48, layers=2, v_dim=8, experts=8, context=256)
 # The flags of a small run of train.py.
 FLAGS = [
     *"--scale=tiny --vocab=320 --dim=32 --context=64 --batch_tokens=512".split(),

@@ -88,7 +88,7 @@ def test_a_quick_benchmark_ends_in_tables_of_ratios(name, columns):
 def test_wrong_flags_of_a_benchmark_are_one_line_and_exit_code_2(name, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
     error = refuse(module.main, ["--fast"], capsys)
-    assert error == f"benchmarks.{name}: unrecognized arguments: --fast"
+    assert error.startswith(f"benchmarks.{name}: unrecognized arguments: --fast")
 
 
 # ---------------------------------------------------------------- a part that fails
@@ -111,8 +111,8 @@ def run_one_part(folder, monkeypatch, source, limit=30.0):
 
 
 ONE_ROW = """
-import sys
-path = next(word for word in sys.argv if word.startswith("--rows=")).removeprefix("--rows=")
+import json, sys
+path = json.loads(sys.argv[1])["rows"]
 complete = '{"table": "t", "what": "first", "found": 3, "holds": true}'
 open(path, "a").write(complete + '\\n{"table": "half a ro')
 """
@@ -198,10 +198,8 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
         row = stages[stage]
         assert row["tokens_per_s"] > 0 and row["peak_GB"] > 0 and row["planner_GB"] > 0
         assert stage == "rl" or row["MFU_%"] > 0
-    phases = find_rows(report, "job", "an RL step, by the wall")
-    shares = {phase: row["share_%"] for phase, row in phases.items()}
-    assert sum(shares.values()) == pytest.approx(100)
-    assert shares["sampling"] > 0 and shares["update"] > 0 and shares["other"] < 50
+    steps = [row for row in report["parts"]["job"]["rows"] if row["table"] == "RL steps"]
+    assert len(steps) == 2 and all(0 < row["rollouts_%"] < 100 for row in steps)
     rows = report["parts"]["speed"]["rows"]
     decoding = [row for row in rows if row["table"].startswith("decoding")]
     assert [row["rows"] for row in decoding if row["what"] == "ours"] == [1, 32, 128, 256]
@@ -225,6 +223,6 @@ def test_the_sizes_of_tasks_are_counted_and_shown_beside_those_of_a_file(
     monkeypatch.chdir(tmp_path)
     task_sizes.main(["mine.jsonl"])
     out = capsys.readouterr().out
-    assert "mine" in out and "bench" in out and (tmp_path / "out/task_sizes.png").exists()
+    assert "mine" in out and "bench" in out
     with pytest.raises(SystemExit):
         task_sizes.main(["none.jsonl"])

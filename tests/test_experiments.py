@@ -644,7 +644,7 @@ def test_what_a_stopped_or_full_run_says_is_the_command_that_was_typed(
     monkeypatch.setattr(failures, "PROGRAM", failures.PROGRAM)
     runner.run_arm("experiments.objective:overlong_masked", [])
     expected = "python -m experiments.runner --arm=experiments.objective:overlong_masked -- --x=1"
-    assert failures.how_to_go_on(config, ["--x=1"]).endswith(f"then: {expected}")
+    assert failures.command_to_type(config, ["--x=1"]) == expected
     # a run of an experiment
     seen = []
 
@@ -661,7 +661,7 @@ def test_what_a_stopped_or_full_run_says_is_the_command_that_was_typed(
     monkeypatch.setenv(failures.EXPERIMENT_COMMAND, command)
     full = torch.OutOfMemoryError("too much")
     for text in (
-        failures.how_to_go_on(config, ["--stage=rl"]),
+        failures.command_to_type(config, ["--stage=rl"]),
         failures.explain_full_card(config, ["--stage=rl"], full),
     ):
         assert command in text and "train.py" not in text and "--resume" not in text

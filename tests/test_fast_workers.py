@@ -18,26 +18,11 @@ from fast.sampler import make_sampler
 from moe import Model, ModelConfig
 from rollout import InTurn, Limits, staleness
 from sampling import TRAINED, same
+from small import SIZES
 from summarize import Compaction
 from synth_tasks import make_task
 
-CONFIG = ModelConfig(
-    vocab=TRAINED.vocab,
-    dim=32,
-    layers=2,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=16,
-    dense_ffn=48,
-    experts=4,
-    num_experts_per_tok=2,
-    expert_ffn=16,
-    context=400,
-)
-
-
+CONFIG = ModelConfig(**SIZES | dict(vocab=TRAINED.vocab, layers=2, experts=4, context=400))
 REAL = [make_task(0, seed) for seed in range(3)]
 
 
@@ -53,6 +38,12 @@ def weights(seed=0):
         for name, extra in (("<|call|>", 2.4), ("<|arg|>", 1.5), ("<|end|>", 2.0)):
             model.head.weight[TRAINED.id[name], 0] = extra
     return model.state_dict()
+
+
+def settings_of(folder, **changes):
+    """Of a generation process that reads the weights of this folder"""
+    settings = dict(folder=folder, config=CONFIG, dtype=torch.float32, device="cpu")
+    return settings | dict(tokenizer=TRAINED, group=1, limits=Limits(300)) | changes
 
 
 def bits(t):
@@ -100,20 +91,9 @@ def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
 def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
     """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes
     late; the casts are the oracle."""
-    state, publisher, sizes = (
-        weights(),
-        fast_workers.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
-        [],
-    )
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.bfloat16,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=1,
-        limits=Limits(300),
-    )
+    state, sizes = weights(), []
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4)
+    settings = settings_of(tmp_path, dtype=torch.bfloat16)
     faithful = fast_workers.Generator(**settings)
     for version in range(3, 13):
         sizes.append(publisher.publish(version, state))
@@ -142,17 +122,8 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
 
 
 def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.float32,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=1,
-        limits=Limits(160, 2, 8),
-    )
     fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
-    workers = fast_workers.Workers(1, settings)
+    workers = fast_workers.Workers(1, settings_of(tmp_path, limits=Limits(160, 2, 8)))
     try:
         with pytest.raises(Exception, match="lambda|pickle"):
             workers.submit([lambda: 0], [0], 0)[0][0].result(timeout=60)
@@ -165,7 +136,7 @@ def test_a_corrupted_upload_is_refused(tmp_path):
     fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
     path = tmp_path / "00000000.base"
     path.write_bytes(bytes(16) + path.read_bytes()[16:])
-    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    reader = fast_workers.Generator(**settings_of(tmp_path))
     with pytest.raises(ValueError, match="not the trainer's weights"):
         reader.refresh()
 
@@ -183,17 +154,8 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
         "head.weight": torch.full_like(state["head.weight"], float(version)),
     }
     publisher.publish(0, head(0))
-    generator = fast_workers.Generator(
-        tmp_path,
-        CONFIG,
-        torch.float32,
-        "cpu",
-        TRAINED,
-        3,
-        Limits(400, 2, 40),
-        temperature=0,
-        draft=draft,
-    )
+    more = dict(group=3, limits=Limits(400, 2, 40), temperature=0, draft=draft)
+    generator = fast_workers.Generator(**settings_of(tmp_path, **more))
     model, step = generator.sampler.model, generator.sampler.step
     model.logits = lambda hidden: F.one_hot(
         (65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab
@@ -222,17 +184,8 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
 
 
 def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.float32,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=3,
-        limits=Limits(400, 14, 24),
-        compact=Compaction(400, 280),
-        rows=6,
-    )
+    more = dict(group=3, limits=Limits(400, 14, 24), compact=Compaction(400, 280), rows=6)
+    settings = settings_of(tmp_path, **more)
     publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
     publisher.publish(0, weights())
     alone, beside = fast_workers.Generator(**settings), fast_workers.Workers(2, settings)
@@ -309,20 +262,9 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             return groups
 
     monkeypatch.setattr(fast_workers, "Workers", Prompt)
-    words = [
-        "--scale=tiny",
-        "--dim=32",
-        "--dtype=float32",
-        "--device=cpu",
-        "--window=220",
-        "--max_turns=2",
-        "--tasks_per_step=2",
-        "--group_size=2",
-        "--stage=rl",
-        "--workers=1",
-        "--steps=3",
-        f"--out={tmp_path}",
-    ]
+    words = "--scale=tiny --dim=32 --dtype=float32 --device=cpu --window=220 --max_turns=2".split()
+    words += "--tasks_per_step=2 --group_size=2 --stage=rl --workers=1 --steps=3".split()
+    words.append(f"--out={tmp_path}")
     for lag in (1, 0):
         run = train.Run(train.FLAGS.configure(train.FLAGS.parse(words), "rl"))
         run.build(TRAINED)
@@ -371,15 +313,7 @@ def change_the_norm():
 
 
 def test_a_patch_of_the_book_acts_in_the_generation_processes_too(tmp_path):
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.float32,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=2,
-        limits=Limits(400, 2, 24),
-    )
+    settings = settings_of(tmp_path, group=2, limits=Limits(400, 2, 24))
     fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
     found = []
     for patch in ("", "test_fast_workers:change_the_norm"):

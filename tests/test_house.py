@@ -179,7 +179,7 @@ def test_no_module_imports_itself_around_a_circle():
     assert find_circle(graph) == []
     assert len(graph) > 40 and "world.tools" in graph["world.task"]
     # an import inside a function is seen, and one of a whole folder
-    assert "demos.muon_on_ranks" in graph["muon"] and "fast" in graph["train"]
+    assert "demos.muon_steps" in graph["muon"] and "fast" in graph["train"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import feedback_distill
 import hsdp
 import moe
 from rollout import Limits, Tokenizer, agent, demonstrate, grade
+from small import SIZES
 import synth_tasks
 import train
 from fast import low_precision, sampler as fast_sampler
@@ -210,26 +211,12 @@ def run_backward(loss):
 
 def test_a_backward_node_by_node_is_that_of_the_engine():
     torch.manual_seed(0)
-    model = fast.accelerate(
-        moe.ModelConfig(
-            vocab=64,
-            dim=32,
-            layers=2,
-            heads=2,
-            kv_lora=16,
-            qk_nope=8,
-            qk_rope=8,
-            v_dim=8,
-            experts=4,
-            expert_ffn=32,
-            dense_ffn=64,
-        ).build_model()
-    )
+    model = fast.accelerate(moe.ModelConfig(**SIZES).build_model())
     for p in model.parameters():
         if not p.any():
             # a matrix that starts at zero hides the gradients behind it
             torch.nn.init.normal_(p, std=0.05)
-    tokens = torch.randint(0, 64, (2, 17))
+    tokens = torch.randint(0, 61, (2, 17))
     loss = lambda: -model.logprobs(model(tokens[:, :-1]), tokens[:, 1:]).mean()
     loss().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from refusals import refuse
+from small import EVEN_SIZES
 import hsdp
 import train
 from benchmarks import plan
@@ -15,18 +16,7 @@ from hsdp import Layout
 from moe import Model, ModelConfig
 from published.export import write_checkpoint
 
-SHAPE = ModelConfig(
-    vocab=48,
-    dim=32,
-    layers=2,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=8,
-    dense_ffn=48,
-    expert_ffn=16,
-)
+SHAPE = ModelConfig(**EVEN_SIZES)
 
 
 def refused(flags, capsys):

@@ -2,6 +2,7 @@
 (pretend_cuda.py)."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -48,12 +49,27 @@ def test_the_card_that_is_not_there_is_noticed(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("file", ["hsdp", "muon", "moe", "rollout", "eval"])
-def test_a_demo_ends_as_it_does_without_a_card(file, tmp_path):
+# A demo -> what it ends with
+DEMOS = {
+    "hsdp": "CP=2 and EP=8 share 8 ranks",
+    "muon": "differ from one process by 0.0",
+    "moe": "out/moe.png",
+    "rollout": "out/rollout.png",
+    "eval": "Figures: out/demo/effort.png, out/demo/score.png.",
+}
+
+
+@pytest.mark.parametrize("file", DEMOS)
+def test_a_demo_ends_with_its_numbers_whether_there_is_a_card_or_not(file, tmp_path):
     words = ["eval.py", "demo"] if file == "eval" else [f"{file}.py"]
     code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_path({str(ROOT / file)!r} + '.py', run_name='__main__')"
     done = run_beside_a_card(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+    # Of the last lines each may name a figure, which is there then.
+    end = done.stdout[-600:]
+    assert DEMOS[file] in end, end
+    for path in re.findall(r"out/[\w/]+\.png", end):
+        assert (tmp_path / path).stat().st_size > 5000
 
 
 def test_a_checkpoint_of_cpu_tensors_asks_cuda_for_nothing(tmp_path):

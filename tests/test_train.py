@@ -1224,10 +1224,6 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
 ):
     """Also: a stage may be chosen, and the weights' dtype, which is that of the run; without the
     folder that a run began from, nothing."""
-    path = published / "tokenizer_config.json"
-    outside = {"a": "../outside.X", "b": "other/model--code.X", "c": f"{tmp_path}/outside.X"}
-    classes = {"AutoTokenizer": ["tokenization_own.Own", None], "d": "gone.X", **outside}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": classes}))
     texts = {
         "tokenization_own.py": "from .helper import x\nraise SystemExit('was run')\n",
         "helper.py": "x = 1\n",
@@ -1236,7 +1232,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "added_tokens.json": "{}",
         "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8, "pad_token_id": 3}',
     }
-    others = dict.fromkeys(["modeling.py", "README.md", "../outside.py", "notes.json"], "")
+    others = dict.fromkeys(["README.md", "../outside.py", "notes.json"], "")
     for name, text in {**texts, **others}.items():
         (published / name).write_text(text)
     out = f"--out={tmp_path}/out"

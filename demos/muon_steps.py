@@ -1,11 +1,12 @@
-"""demos/muon_on_ranks.py: three steps of Muon on four forked ranks, beside one process.
+"""demos/muon_steps.py: what `python muon.py` shows.
 
-The second half of `python muon.py`: the weights agree to the last bit, and the timeline shows that
-one task's shards travel while another multiplies.
+    show_singular_values   steps of Newton-Schulz on one matrix
+    show_ranks             three steps of Muon on four forked ranks, beside one process: the weights
+                           agree to the last bit, and the timeline shows that one task's shards
+                           travel while another multiplies
 
-It stands apart from muon.py because it shows how the optimizer is spread over ranks, not what it
-does. The optimizer's class is handed over. Left out: speed against other optimizers
-(benchmarks/muon.py).
+It stands apart from muon.py because it measures the optimizer and is no part of it: what it
+measures is handed over. Left out: speed against other optimizers (benchmarks/muon.py).
 """
 
 import torch
@@ -22,6 +23,24 @@ SHAPES = {
     "gate": (8, 256, 384),
     "down": (8, 384, 256),
 }
+
+
+def show_singular_values(orthogonalize):
+    """How five steps bring the singular values of one matrix to about 1. orthogonalize: muon.py's"""
+    # Row k is divided by k, so the singular values differ widely. V comes transposed.
+    generator = torch.Generator().manual_seed(0)
+    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]  # (64, 256)
+    U, _, V = torch.linalg.svd(G, full_matrices=False)  # (64, 64), (64,), (64, 256)
+    print("singular values of a 64 x 256 matrix, rows falling off as 1/k")
+    print("                 largest   median  smallest   cosine to U V^T")
+
+    # The goal U V^T has 64 singular values of 1, so its norm is 8.
+    for steps in range(6):
+        X = orthogonalize(G, steps) if steps else G
+        S = torch.linalg.svdvals(X)
+        cosine = (X * (U @ V)).sum() / X.norm() / 8
+        name = f"after {steps} step{'s' * (steps > 1)}" if steps else "before"
+        print(f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {cosine:.4f}")
 
 
 def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
