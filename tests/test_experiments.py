@@ -144,7 +144,9 @@ def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget(passed, 
 )
 def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     kept = dict(TEACHER="ema", TEACHER_RATE=0.1, DIVERGENCE="reverse", TOKEN_CAP=2.0)
-    kept |= dict(scale=0.03, k=1.0, q=0.5, budget=math.inf, may_open=range(6), loss_norm_length=64.0)
+    kept |= dict(
+        scale=0.03, k=1.0, q=0.5, budget=math.inf, may_open=range(6), loss_norm_length=64.0
+    )
     patch()
     places = feedback_distill, length_penalty.Price(), train.STAGE["rl"]
     found = {}
