@@ -301,8 +301,8 @@ def read_manifest(directory):
             f"{directory}: not a complete checkpoint (no readable manifest.json)"
         ) from None
 
-    # Nothing outside the folder is part of a checkpoint, whatever a manifest says: its names must be
-    # those of files here. A file of another size was cut off or replaced.
+    # Nothing outside the folder is part of a checkpoint, whatever a manifest says: its names must
+    # be those of files here. A file of another size was cut off or replaced.
     there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     for name, entry in manifest.items():
         if there.get(name) != entry["bytes"]:

@@ -26,7 +26,8 @@ SHAPES = {
 
 
 def show_singular_values(orthogonalize):
-    """How five steps bring the singular values of one matrix to about 1. orthogonalize: muon.py's"""
+    """How five steps bring the singular values of one matrix to about 1. orthogonalize: that of
+    muon.py"""
     # Row k is divided by k, so the singular values differ widely. V comes transposed.
     generator = torch.Generator().manual_seed(0)
     G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]  # (64, 256)
