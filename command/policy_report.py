@@ -156,7 +156,8 @@ def write_report(numbers, folder, name, extra=None, kind="held-out"):
 
 def write_json(numbers, path, extra=None):
     """Writes the numbers, and what else belongs in the file."""
-    data = {"policies": numbers["policies"], **(extra or {}), "pairs": numbers["pairs"]}
+    data = {"policies": numbers["policies"], **(extra or {})}
+    data |= {name: value for name, value in numbers.items() if name != "policies"}
     path.write_text(to_json(data, indent=1))
 
 
@@ -213,10 +214,10 @@ def settings_of(policy):
 def draw_effort(policies, careful, path):
     """A panel for each policy: tokens by level, a line per setting; dashed what a careful expert
     needs. policies: {name: its numbers, overall and by levels}; careful: the same or None"""
-    figure, axes = drawing.make_axes(
-        "Does effort follow difficulty?", "level of the task", "sampled tokens", len(policies)
-    )
-    for ax, (name, policy) in zip(np.atleast_1d(axes), policies.items()):
+    figure, axes = drawing.make_axes("", "level of the task", "sampled tokens", len(policies))
+    figure.suptitle("Does effort follow difficulty?")
+    axes, highest = np.atleast_1d(axes), 0.0
+    for ax, (name, policy) in zip(axes, policies.items()):
         for setting, numbers in settings_of(policy).items():
             rows = numbers["levels"]
             tokens = [row["tokens"] for row in rows.values()]
@@ -227,14 +228,20 @@ def draw_effort(policies, careful, path):
             tokens = [row["tokens"] if row else math.nan for row in needed]
             ax.plot(range(len(tokens)), tokens, "k--", label="careful expert")
         ax.set_xticks(range(len(policy["levels"])), list(policy["levels"]))
-        ax.set(title=name, xlabel="level of the task", ylim=(0, None))
+        ax.set(title=name, xlabel="level of the task")
         ax.legend(fontsize=8)
+        highest = max(highest, ax.get_ylim()[1])
+    # One scale, so that the policies can be compared.
+    for ax in axes:
+        ax.set_ylim(0, highest)
     figure.savefig(path, dpi=120)
 
 
 def draw_score(policies, careful, path):
     """Solved against tokens and against median cost: a line for each policy over its settings of
     effort, with 95 % intervals, and a star for the careful expert. careful: its numbers or None"""
+    from matplotlib import ticker
+
     figure, (left, right) = drawing.make_axes(
         "What does a solved task cost?", "sampled tokens per task", "solved", 2
     )
@@ -262,6 +269,10 @@ def draw_score(policies, careful, path):
     right.set_xlabel("median cost, $ per 1000 tasks")
     for ax in (left, right):
         ax.set_xscale("log")
+        # The range is often less than a factor of ten, which has no tick of its own.
+        ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        ax.xaxis.set_minor_formatter(ticker.NullFormatter())
         ax.set_ylim(0, 1.05)
     left.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
