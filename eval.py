@@ -616,8 +616,8 @@ def sampled_segments(groups):
 
 
 def evaluate(run, config, paths, made, published):
-    """Rollouts of held-out tasks by the policies before and after RL -> ({name: records}, records of
-    the careful expert), on every rank. Every rank plays its share of the tasks.
+    """Rollouts of held-out tasks by the policies before and after RL -> ({name: records}, records
+    of the careful expert), on every rank. Every rank plays its share of the tasks.
 
     config, paths, made, published: see Asked in command/evaluation.py, which also writes the
     results. run: a train.Run"""

@@ -18,10 +18,10 @@ is paid for solved tasks alone.
              q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
     reward = solved * (1 - w C(x) / C(budget))        0 <= w < 1
 
-Every solved rollout has a larger reward than every failure, and all failures are alike: where a
-failure pays for its effort too, failing fast beats failing late, and the policy learns to give up.
+Every solved rollout has a larger reward than every failure, and failures are alike: if they paid,
+too, failing fast would beat failing late, and the policy would learn to give up.
 
-The dial: a task says `Effort: low`, `medium` or `high`, and w is .6, .2 or 0. All rollouts of a
+The dial: a task says `Effort: low`, `medium` or `high`, and w is .9, .4 or 0. All rollouts of a
 group have the same setting; mixed, their advantages would tell which setting was drawn. What the
 words mean is shown in demonstrations (world.expert.THOROUGH).
 
@@ -30,10 +30,9 @@ reward is shaped before the group mean is taken, and advantages are never divide
 standard deviation: in a group that is all correct the cost is the only difference, and dividing
 would blow one token up to the size of a solved task (the demo prints it).
 
-Letters: x effort, k and q curvature, w weight of the price. Everything takes numbers or numpy
-arrays of any shape, in float64.
+Letters: x effort, k and q curvature, w weight. All functions take numbers or arrays, in float64.
 
-    python length_penalty.py        the curves, what a solved task is worth, the price of the next 100 tokens
+    python length_penalty.py    what a solved task is worth, the price of the next 100 tokens
 """
 
 import math
@@ -179,21 +178,20 @@ FREE = Price(weight=0.0)  # the reward is 1 or 0
 
 # ---------------------------------------------------------------- the dial
 
-SETTINGS = "low", "medium", "high"
+SETTINGS = "low", "medium", "high"  # what a task may ask for
 WEIGHTS = "0.9,0.4,0"  # of the price at these settings
 
 
 def read_weights(text):
-    """The weights of the price, from a flag -> {setting: weight}: 0.6,0.2,0 are those of low,
-    medium and high; of one number, such as 0.2, the setting is "": the task says nothing."""
+    """The weights of the price, from a flag -> {setting: weight}: three are those of low, medium
+    and high; the setting of a single one is "": the task says nothing."""
     weights = [float(word) for word in str(text).split(",")]
     for weight in weights:
         Price(weight)  # refuses a weight out of bounds
-    if len(weights) == 1:
-        return {"": weights[0]}
-    if len(weights) != len(SETTINGS):
+    names = ("",) if len(weights) == 1 else SETTINGS
+    if len(weights) != len(names):
         raise ValueError(f"one weight, or three for {', '.join(SETTINGS)}, not {len(weights)}")
-    return dict(zip(SETTINGS, weights))
+    return dict(zip(names, weights))
 
 
 def effort_line(setting):
@@ -277,7 +275,7 @@ def demo():
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
 
-    # The settings, and a straight line; the price of the next 100 tokens falls with what was spent.
+    # The settings, and a straight line
     prices = {"linear, equal at x=9": linear_price(price, 9)}
     for setting, weight in read_weights(WEIGHTS).items():
         prices[f"Effort: {setting}"] = replace(price, weight=weight)

@@ -293,8 +293,8 @@ class Config:
     habits: str = flag(
         "unavailable_tool", stages="sft rl", choices=feedback_distill.RULES, several=True
     )
-    # weights of the price of effort in tasks that ask for low, medium and high effort, each at least
-    # 0 and below 1. A single one: tasks say nothing of effort, and all have this price; 0: off
+    # weights of the price of effort in tasks that ask for low, medium and high effort, each at
+    # least 0 and below 1. A single one: tasks say nothing of effort and have this price; 0: off
     length_penalty: str = flag(length_penalty.WEIGHTS, stages=AGENT)
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
@@ -801,7 +801,7 @@ class Reinforcement(Source):
 
     def __init__(self, run):
         self.run, config = run, run.config
-        # {step: the handle of its rollouts}, {step: [(level, number, effort) of each of its tasks]}. With
+        # {step: the handle of its rollouts}, {step: [(level, number, effort) of each task]}. With
         # workers, sampling runs ahead of training by up to max_staleness steps.
         self.pending_rollouts, self.sampled_tasks = {}, {}
         self.max_staleness = config.staleness if config.workers else 0

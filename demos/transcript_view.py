@@ -54,8 +54,8 @@ def message_text(message):
 
 
 def format_transcript(line):
-    """A conversation (see transcripts.describe_rollout) in colour: what was sampled bright, the rest
-    dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
+    """A conversation (see transcripts.describe_rollout) in colour: what was sampled bright, the
+    rest dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
     # First a line about the segment, then its messages, each with the speaker on the left. For a
     # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
     about = [f"{name} {value}" for name, value in line.items() if name != "messages"]

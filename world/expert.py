@@ -34,9 +34,9 @@ from world.micro import ALL_OPS, NOUNS, OPS, Function, draw_function
 from world.task import HINTED, SUMMARIZE, Action, Result
 from world.tools import TOOLS, call_tool
 
-# What an expert does of its own accord, by the effort that a task asks for: how often it looks where
-# nothing asks for it (times the usual), the share of rollouts that test after each function, and
-# the chance to stop testing at the end.
+# What an expert does of its own accord, by the effort that a task asks for: how often it looks
+# where nothing asks for it (times the usual), the share of rollouts that test after each function,
+# and the chance to stop testing at the end.
 THOROUGH = {"low": (0.2, 0.0, 0.9), "medium": (1.0, 0.4, 0.3), "high": (3.0, 1.0, 0.0)}
 # tools that an agent may believe in and that no task offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
