@@ -146,8 +146,7 @@ def compute_effort(counts, weights=Weights()):
 @dataclass(frozen=True)
 class Price:
     """What of a solved task's reward its effort costs: weight * C(effort) / C(budget), and never
-    more than the budget does. weight = 0: effort is free; q = 0: a linear price. All of these
-    numbers are ours. x and worth are numbers or arrays over rollouts."""
+    more than the budget does. weight = 0: effort is free; q = 0: a linear price (numbers: ours)."""
 
     weight: float = 0.2  # of a solved task, at an effort of the budget
     k: float = 1.0  # k and q: the curvature of C
