@@ -389,12 +389,13 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    # The vocabulary is what was learned from them, and the control tokens.
+    # The transcripts, with the line that says how much effort is asked for.
     demos = synth_tasks.example_texts(1500, config.seed, levels_of(config))
-    for i, setting in zip(range(len(demos)), itertools.cycle(settings(config))):
-        demos[i] += length_penalty.effort_line(setting)
+    for text, setting in zip(demos, itertools.cycle(settings(config))):
+        sample.append(text + length_penalty.effort_line(setting))
+    # The vocabulary is what was learned from them, and the control tokens.
     learned = config.vocab - len(rollout.CONTROLS)
-    return rollout.Tokenizer(bpe.train_bpe(sample + demos, learned, rollout.SPLIT))
+    return rollout.Tokenizer(bpe.train_bpe(sample, learned, rollout.SPLIT))
 
 
 def seq_len_divisor(step, config):

@@ -378,11 +378,12 @@ def test_an_arm_logs_the_curves_of_every_experiment_and_is_evaluated_on_the_task
         lambda c, level, seed: made.append(seed) or make(c, level, seed),
     )
     train.main([*words, "--stage=eval"])
-    assert made == [3 * 1_000_003, 3 * 1_000_003 + 1] * 6
+    levels = len(synth_tasks.DEFAULT_LEVELS)
+    assert made == [3 * 1_000_003, 3 * 1_000_003 + 1] * levels
     policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
     assert {
         name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()
-    } == {"before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+    } == {"before RL": (levels * 3, 3), "after RL": (levels * 3, 3), "after, seen": (levels * 2, 3)}
 
 
 def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):

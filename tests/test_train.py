@@ -37,6 +37,7 @@ from command import (
 )
 from commands import Command, run_command
 from conftest import run_ranks
+from experiments import effort
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -811,7 +812,7 @@ def test_two_processes_have_the_loss_of_one(run, tmp_path):
 
 
 def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
-    run, tmp_path, capsys
+    run, tmp_path, capsys, monkeypatch
 ):
     for stage in ("pretrain", "long", "sft"):
         words = [*SMALL, f"--stage={stage}", "--steps=2", f"--out={tmp_path}"]
@@ -830,7 +831,10 @@ def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_mo
             capsys.readouterr()
             assert "give --mtp=1 here" in refused(words, capsys)
     began = weights(tmp_path / "sft")
-    # Room enough for two rollouts that differ, or there is nothing to learn.
+    # Room enough for two rollouts that differ, and failures that pay for their effort, or there is
+    # nothing to learn.
+    monkeypatch.setattr(train.rollout, "grade", train.rollout.grade)
+    effort.failures_pay()
     train.main([*SMALL, *RL, "--mtp", "--window=1024", f"--out={tmp_path}"])
     after = weights(tmp_path / "rl")
     kept = {name: torch.equal(began[name], after[name]) for name in after}
@@ -926,6 +930,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     end both."""
 
     imitation = ["-m", "experiments.runner", "--arm=experiments.sdft:imitate", "--"]
+    # Where failures pay for their effort, a policy that solves nothing learns something, too.
+    paying = ["-m", "experiments.runner", "--arm=experiments.effort:failures_pay", "--"]
 
     def start(*words, processes, program=(str(ROOT / "train.py"),)):
         words = [*SMALL, f"--start_from={run}", *words, f"--processes={processes}"]
@@ -948,8 +954,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         # in both processes.
         by_expert = [*rl, "--router_replay=0", f"--out={given}"]
         for words, program in (
-            ([*rl, f"--out={out}"], [str(ROOT / "train.py")]),
-            ([*held_out, f"--out={out}"], [str(ROOT / "train.py")]),
+            ([*rl, f"--out={out}"], paying),
+            ([*held_out, f"--out={out}"], paying),
             (by_expert, imitation),
         ):
             child = start(*words, processes=processes, program=program)
