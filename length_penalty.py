@@ -184,13 +184,13 @@ WEIGHTS = "0.9,0.4,0"  # of the price at these settings
 def read_weights(text):
     """The weights of the price, from a flag -> {setting: weight}: three are those of low, medium
     and high; the setting of a single one is "": the task says nothing."""
-    weights = [float(word) for word in str(text).split(",")]
-    for weight in weights:
-        Price(weight)  # refuses a weight out of bounds
-    names = ("",) if len(weights) == 1 else SETTINGS
-    if len(weights) != len(names):
-        raise ValueError(f"one weight, or three for {', '.join(SETTINGS)}, not {len(weights)}")
-    return dict(zip(names, weights))
+    words = str(text).split(",")
+    names = ("",) if len(words) == 1 else SETTINGS
+    try:
+        return {name: Price(float(word)).weight for name, word in zip(names, words, strict=True)}
+    except ValueError:
+        wanted = f"one, or one each for {', '.join(SETTINGS)}, with commas"
+        raise ValueError(f"takes weights of at least 0 and below 1: {wanted}") from None
 
 
 def effort_line(setting):

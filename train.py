@@ -295,7 +295,9 @@ class Config:
     )
     # weights of the price of effort in tasks that ask for low, medium and high effort, each at
     # least 0 and below 1. A single one: tasks say nothing of effort and have this price; 0: off
-    length_penalty: str = flag(length_penalty.WEIGHTS, stages=AGENT)
+    length_penalty: str = flag(
+        length_penalty.WEIGHTS, stages=AGENT, check=length_penalty.read_weights
+    )
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
     summarize: bool = flag(True, stages=AGENT)

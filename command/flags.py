@@ -24,6 +24,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 
@@ -57,6 +58,7 @@ class Rule:
     stages: str = ""  # those that read it; "": all
     choices: tuple = ()  # the words that it takes; (): any
     several: bool = False  # it takes several of them, with commas
+    check: Callable | None = None  # called with the value; its ValueError says what is wrong
     at_least: float = 0
     at_most: float = 1e30  # beyond it, products are not finite in fp32
     why: str = ""  # the reason of the range, where it needs one
@@ -140,6 +142,11 @@ def read_value(text, kind, rule):
 
     if value == "":
         raise argparse.ArgumentTypeError("is empty (a variable that is not set?)")
+    try:
+        if rule.check:
+            rule.check(value)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{problem}, not {text!r}") from None
     words = text.split(",") if rule.several else [text]
     if rule.choices and not set(words) <= set(rule.choices):
         how = "a list, with commas," if rule.several else "one"
