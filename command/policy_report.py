@@ -201,7 +201,7 @@ def draw_bench(benches, path):
     ax.set_yticks(range(len(levels)), [row["label"] for row in levels.values()], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlim(-0.03, 1.03)
-    ax.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -274,7 +274,9 @@ def draw_score(policies, careful, path):
         ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
         ax.set_ylim(0, 1.05)
-    left.legend(loc="lower right", fontsize=8)
+    # One legend: the colours are the same in both panels.
+    lines, labels = left.get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
