@@ -240,11 +240,12 @@ def draw_effort(policies, careful, path):
 def draw_score(policies, careful, path):
     """Solved against tokens and against median cost: a line for each policy over its settings of
     effort, with 95 % intervals, and a star for the careful expert. careful: its numbers or None"""
-    from matplotlib import ticker
-
     figure, (left, right) = drawing.make_axes(
         "What does a solved task cost?", "sampled tokens per task", "solved", 2
     )
+    # only now: make_axes says which backend matplotlib takes when it is first imported
+    from matplotlib import ticker
+
     for name, policy in policies.items():
         settings = settings_of(policy)
         rows = [numbers["overall"] for numbers in settings.values()]

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -569,11 +570,13 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
         and (tmp_path / "eval.json").exists()
     )
-    code = "from command import drawing; drawing.make_axes('', '', '')[0].savefig('a.png')"
-    environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"}
+    # In a process of its own, so that matplotlib is imported by the figures of an evaluation.
+    code = "import json; from command import policy_report; "
+    code += "policy_report.draw_policies(json.load(open('eval.json')), '.')"
+    environment = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     environment["PYTHONPATH"] = str(ROOT)
-    run_command([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "a.png").exists()
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "score.png").exists() and (tmp_path / "effort.png").exists()
 
 
 def test_an_edited_form_is_told_once(run, tmp_path, monkeypatch, capsys):
