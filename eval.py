@@ -235,20 +235,20 @@ def summarize_levels(records, order=None):
 
 def summarize_both(records, careful=(), order=None):
     """-> numbers of all these records, by level, and by setting of effort where tasks ask for one.
-    careful: the records of the careful expert on the same tasks; "care" is then the effort over
-    its effort: what the tasks need is divided out. order: of the levels"""
+    careful: the records of the careful expert on the same tasks; "effort_ratio" is then the
+    effort over its effort: what the tasks need is divided out. order: of the levels"""
     needed = {record["task"]: record["effort"] for record in careful}
 
-    def add_care(numbers, records):
+    def add_effort_ratio(numbers, records):
         shared = [record for record in records if record["task"] in needed]
         if shared:
             spent = sum(record["effort"] for record in shared)
-            numbers["care"] = spent / sum(needed[record["task"]] for record in shared)
+            numbers["effort_ratio"] = spent / sum(needed[record["task"]] for record in shared)
 
     found = {"overall": summarize_records(records), "levels": summarize_levels(records, order)}
-    add_care(found["overall"], records)
+    add_effort_ratio(found["overall"], records)
     for level, numbers in found["levels"].items():
-        add_care(numbers, [record for record in records if record["level"] == level])
+        add_effort_ratio(numbers, [record for record in records if record["level"] == level])
 
     # The same of each setting.
     settings = [name for name in length_penalty.SETTINGS if name in {r["setting"] for r in records}]

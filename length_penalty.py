@@ -9,9 +9,9 @@ one policy has a curve of score over tokens and not a point.
 Stated by Cursor (Composer 2 Technical Report, arXiv 2603.24477, section 4.2): the cost C(x) below,
 increasing and concave, its curvature set by k and q; x is a weighted sum of thinking tokens,
 tool-call tokens, tool-output tokens, final-message tokens, number of tool calls and number of
-turns; parallel tool calls emerge. Score is plotted against tokens and cost over settings of effort
-(cursor.com/blog/composer-2-5). Ours: k, q, the weights, the budget, the settings, and that a price
-is paid for solved tasks alone.
+turns; parallel tool calls emerge. Score is plotted against tokens and cost over levels of effort
+(sections 5 and 7.1, and the blog on CursorBench). Ours: k, q, the weights, the budget, the
+settings, and that a price is paid for solved tasks alone.
 
     C(x)   = ((1 + k x)^(1-q) - 1) / (k (1-q)) = expm1((1-q) log1p(k x)) / (k (1-q))
     C'(x)  = (1 + k x)^-q        the price of the next unit

@@ -114,8 +114,8 @@ def format_table(numbers, kind="held-out"):
 def describe_cell(row):
     """What is solved, with how many tokens, and at how many times a careful expert's effort. row:
     the numbers of some records"""
-    care = f", {row['care']:.2f}x" if "care" in row else ""
-    return f"{row['solved']:.2f} ({row['tokens']:.0f}{care})"
+    ratio = f", {row['effort_ratio']:.2f}x" if "effort_ratio" in row else ""
+    return f"{row['solved']:.2f} ({row['tokens']:.0f}{ratio})"
 
 
 def pair_rows(numbers):
@@ -205,7 +205,7 @@ def draw_bench(benches, path):
     figure.savefig(path, dpi=120)
 
 
-def settings_of(policy):
+def numbers_by_setting(policy):
     """{setting of effort: numbers, overall and by levels} of a policy; of one whose tasks say
     nothing of effort {"": its numbers}"""
     return policy.get("settings") or {"": policy}
@@ -218,7 +218,7 @@ def draw_effort(policies, careful, path):
     figure.suptitle("Does effort follow difficulty?")
     axes, highest = np.atleast_1d(axes), 0.0
     for ax, (name, policy) in zip(axes, policies.items()):
-        for setting, numbers in settings_of(policy).items():
+        for setting, numbers in numbers_by_setting(policy).items():
             rows = numbers["levels"]
             tokens = [row["tokens"] for row in rows.values()]
             label = f"{setting or 'all'}: {numbers['overall']['tokens']:.0f}"
@@ -247,7 +247,7 @@ def draw_score(policies, careful, path):
     from matplotlib import ticker
 
     for name, policy in policies.items():
-        settings = settings_of(policy)
+        settings = numbers_by_setting(policy)
         rows = [numbers["overall"] for numbers in settings.values()]
         solved = np.array([row["solved"] for row in rows])
         tokens = np.array([row["tokens"] for row in rows])
@@ -260,9 +260,10 @@ def draw_score(policies, careful, path):
         left.errorbar(tokens, solved, up, across, fmt="o-", capsize=2, label=label)
         cost = [1000 * row["cost"] for row in rows]
         right.errorbar(cost, solved, up, fmt="o-", capsize=2, label=label)
-        for setting, *place in zip(settings, tokens, cost, solved):
-            annotate(left, setting, (place[0], place[2]), (5, -11), fontsize=8)
-            annotate(right, setting, (place[1], place[2]), (5, -11), fontsize=8)
+        # Each point has the name of its setting below it.
+        for setting, row, dollars in zip(settings, rows, cost):
+            annotate(left, setting, (row["tokens"], row["solved"]), (5, -11), fontsize=8)
+            annotate(right, setting, (dollars, row["solved"]), (5, -11), fontsize=8)
     if careful:
         row = careful["overall"]
         left.plot(row["tokens"], row["solved"], "k*", markersize=12, label="careful expert")

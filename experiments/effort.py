@@ -42,7 +42,7 @@ def asked_with_labels():
     eval.settings_of = lambda config: length_penalty.SETTINGS
 
 
-# 2. Another way to teach the label: the lowest third of cares is low, and so on.
+# 2. Another way to teach the label: the lowest third of effort ratios is low, and so on.
 def by_what_it_did():
     plain = train.make_demonstrations
 
@@ -50,8 +50,8 @@ def by_what_it_did():
         # Nobody is asked beforehand.
         silent = replace(config, length_penalty="0")
         pairs = plain(silent, tokenizer, compact, numbers, bar)
-        cares = [measure_care(config, *pair, tokenizer, compact) for pair in pairs]
-        for (_, played), third in zip(pairs, thirds(cares)):
+        ratios = [measure_effort_ratio(config, *pair, tokenizer, compact) for pair in pairs]
+        for (_, played), third in zip(pairs, thirds(ratios)):
             asked = length_penalty.ask_for(played.task, length_penalty.SETTINGS[third])
             for segment in played.segments:
                 segment.turns[0] = rollout.opening_turn(tokenizer, asked)
@@ -60,7 +60,7 @@ def by_what_it_did():
     train.make_demonstrations = label
 
 
-def measure_care(config, number, played, tokenizer, compact):
+def measure_effort_ratio(config, number, played, tokenizer, compact):
     """The effort of a demonstration over that of the expert who makes no mistakes on the same task:
     what the task needs is divided out"""
     rng = random.Random(f"{config.seed}/careful/{number}")
@@ -103,7 +103,7 @@ def by_setting(folder, policies):
     for setting in length_penalty.SETTINGS:
         numbers = policies["after RL"].get("settings", {}).get(setting)
         row = numbers["overall"] if numbers else {}
-        for name in ("solved", "tokens", "care"):
+        for name in ("solved", "tokens", "effort_ratio"):
             found[f"{setting}: {name}"] = row.get(name, math.nan)
     return found
 

@@ -180,10 +180,10 @@ def test_settings_of_effort_and_the_careful_expert_are_numbers_of_their_own(tmp_
     one = numbers["policies"]["one"]
     solved = {name: row["overall"]["solved"] for name, row in one["settings"].items()}
     assert solved == pytest.approx({"low": 1 / 3, "medium": 2 / 3, "high": 1.0})
-    care = {name: row["overall"]["care"] for name, row in one["settings"].items()}
-    assert care == pytest.approx({"low": 7 / 10, "medium": 12 / 10, "high": 20 / 10})
-    assert one["settings"]["high"]["levels"][3]["care"] == pytest.approx(2.0)
-    assert one["overall"]["care"] == pytest.approx(39 / 30) and one["overall"]["tasks"] == 3
+    ratio = {name: row["overall"]["effort_ratio"] for name, row in one["settings"].items()}
+    assert ratio == pytest.approx({"low": 7 / 10, "medium": 12 / 10, "high": 20 / 10})
+    assert one["settings"]["high"]["levels"][3]["effort_ratio"] == pytest.approx(2.0)
+    assert one["overall"]["effort_ratio"] == pytest.approx(39 / 30) and one["overall"]["tasks"] == 3
     assert numbers["careful"]["overall"]["tokens"] == 30
 
     # The table and the figures.

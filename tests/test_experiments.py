@@ -155,13 +155,13 @@ def test_labelled_by_what_it_did_a_demonstration_asks_for_the_effort_that_it_sho
             asked = length_penalty.ask_for(plain.task, setting)
             assert other.turns[0].tokens == rollout_module.opening_turn(tokenizer, asked).tokens
             assert [t.tokens for t in one.turns[1:]] == [t.tokens for t in other.turns[1:]]
-        care = effort.measure_care(config, number, plain, tokenizer, None)
-        seen.append((care, length_penalty.SETTINGS.index(setting)))
+        ratio = effort.measure_effort_ratio(config, number, plain, tokenizer, None)
+        seen.append((ratio, length_penalty.SETTINGS.index(setting)))
 
     # Who spends more never asks for less, and each setting is there.
     seen.sort()
-    for (care, setting), (more, other) in zip(seen, seen[1:]):
-        assert setting <= other and (care < more or setting == other)
+    for (ratio, setting), (more, other) in zip(seen, seen[1:]):
+        assert setting <= other and (ratio < more or setting == other)
     assert {setting for _, setting in seen} == {0, 1, 2}
 
 
