@@ -269,13 +269,13 @@ def print_groups(price):
 def demo():
     from demos.demo_figures import draw_prices
 
-    price = Price()
+    price = Price(read_weights(WEIGHTS)["medium"])
     print_rewards(price)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
 
     # The settings, and a straight line
-    prices = {"linear, equal at x=9": linear_price(price, 9)}
+    prices = {"linear, as medium at x=9": linear_price(price, 9)}
     for setting, weight in read_weights(WEIGHTS).items():
         prices[f"Effort: {setting}"] = replace(price, weight=weight)
     path, x = "out/length_penalty.png", np.linspace(0, 60, 400)
