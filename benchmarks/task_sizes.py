@@ -4,19 +4,20 @@ Cursor compares benches so (cursor.com/blog/cursorbench): the median prompt of i
 characters and 181 changed lines, SWE-bench's 7 to 10 lines. No run is needed:
 
     python synth_tasks.py --repo=PATH --n=50 --out=a.jsonl
-    python -m benchmarks.task_sizes a.jsonl b.jsonl c.jsonl
+    python -m benchmarks.task_sizes a.jsonl b.jsonl c.jsonl     table, out/task_sizes.png
 
 Left out: how hard they are, which no size says.
 """
 
 import difflib
-import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
+
 import eval
 import synth_tasks
-from benchmarks.harness import print_table
+from command import drawing
 from command.flags import usage_error
 from repositories.task_file import read_tasks
 from world.task import Refusal
@@ -39,6 +40,20 @@ def measure_task(task):
     }
 
 
+def draw_sizes(sizes, path):
+    """A panel for each size, a line for each set: the share of tasks that are at most so large.
+    sizes: {name of a set: {name of a size: numbers}}"""
+    names = list(next(iter(sizes.values())))
+    figure, axes = drawing.make_axes("How large are the tasks?", "", "share of tasks", len(names))
+    for panel, name in zip(axes, names):
+        for label, numbers in sizes.items():
+            values = np.sort(numbers[name])
+            panel.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)
+        panel.set(xlabel=name, xscale="log")
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
 def main(files):
     sets = {"bench": eval.held_out(10, synth_tasks.BENCH_LEVELS, "bench")}
     try:
@@ -47,13 +62,17 @@ def main(files):
     except (Refusal, OSError) as error:
         usage_error(str(error), program="task_sizes")
 
-    # A column for each set, a row for each size.
-    measured = [[measure_task(task) for task in tasks] for tasks in sets.values()]
-    rows = []
-    for name in measured[0][0]:
-        medians = [statistics.median(one[name] for one in tasks) for tasks in measured]
-        rows.append([name, *(f"{median:.0f}" for median in medians)])
-    print_table("sizes of tasks", ["median of", *sets], rows)
+    # The median of each size, and the figure.
+    sizes = {}
+    for label, tasks in sets.items():
+        measured = [measure_task(task) for task in tasks]
+        sizes[label] = {name: [one[name] for one in measured] for name in measured[0]}
+    print(f"{'median of':32s}" + "".join(f"{label:>22s}" for label in sizes))
+    for name in next(iter(sizes.values())):
+        cells = [f"{np.median(numbers[name]):22.0f}" for numbers in sizes.values()]
+        print(f"{name:32s}" + "".join(cells))
+    Path("out").mkdir(exist_ok=True)
+    print(drawing.draw_safely(draw_sizes, sizes, "out/task_sizes.png") or "out/task_sizes.png")
 
 
 if __name__ == "__main__":
