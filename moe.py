@@ -602,38 +602,46 @@ class Model(nn.Module):
             context_fn=lambda: (nullcontext(), without_counting_load(block)),
         )
 
-    def locate_in_cache(self, tokens, cache, rows, start):
+    def locate_in_cache(self, tokens, cache, rows, start, keys=None):
         """tokens (B, T), rows (a slice or a list), start (B,): the position of each row's first
         token -> where Cache.update stores and reads (rows, places, length), the positions (B, T),
-        and the mask of what these tokens may look at (B, 1, T, S)"""
-        # Each sequence has a length of its own so far, so the rows begin at different positions.
-        # Lists are known to Python: it need not wait for a GPU to say where the last token stands.
+        and the mask of what these tokens may look at (B, 1, T, S). keys: see decode"""
         (room, T), device = (cache.data.shape[2], tokens.shape[1]), tokens.device
-        start = start.tolist() if torch.is_tensor(start) else start
-        assert max(start) < room, f"position {max(start)} in a cache of {room} tokens"
-        numbers = list(range(cache.data.shape[1])[rows]) if isinstance(rows, slice) else rows
-        row, first = torch.tensor([numbers, start]).to(device, non_blocking=True)  # (B,) each
+        if keys is None:
+            # Lists are known to Python: it need not wait for a GPU to say where the last token
+            # stands. Keys up to there, rounded up: a CPU compiles its kernels for every length
+            # anew.
+            start = start.tolist() if torch.is_tensor(start) else start
+            assert max(start) < room, f"position {max(start)} in a cache of {room} tokens"
+            keys = -(-(max(start) + T) // 64) * 64
+        length = min(room, keys)
+
+        # Each sequence has a length of its own so far, so the rows begin at different positions.
+        row, first = rows, start  # (B,) each
+        if isinstance(rows, slice):
+            row = torch.arange(cache.data.shape[1], device=device)[rows]
+        elif not torch.is_tensor(rows):
+            row = rows = torch.tensor(rows).to(device, non_blocking=True)
+        if not torch.is_tensor(start):
+            first = torch.tensor(start).to(device, non_blocking=True)
         positions = first[:, None] + torch.arange(T, device=device)  # (B, T)
         positions = positions.clamp(max=room - 1)  # only padding reaches so far
-
-        # Keys up to the last of these positions, rounded up: a CPU compiles its kernels for every
-        # length anew.
-        length = min(room, -(-(max(start) + T) // 64) * 64)
 
         # Causal: a token looks at what stands in its own sequence up to itself.
         later = torch.arange(length, device=device) > positions[..., None]  # (B, T, S)
         mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=device)
         mask = mask.masked_fill_(later, -torch.inf)[:, None]  # (B, 1, T, S)
-        rows = rows if isinstance(rows, slice) else row
         return (rows, (row[:, None], positions), length), positions, mask
 
-    def decode(self, tokens, cache, rows, start, record=None):
-        """tokens (B, T) continue the cached sequences `rows` (a slice or a list) at start (B,), a
-        tensor or a list -> hidden (B, T, D). Padding at the end of a row is harmless: its entries
-        are masked now and overwritten later. No real token reads the cache's last place, so make
-        the cache one longer than the window. record: gets the experts, one (1, B * T, K) per MoE
-        layer."""
-        place, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
+    def decode(self, tokens, cache, rows, start, record=None, keys=None):
+        """tokens (B, T) continue the cached sequences `rows` (a slice, a list or a tensor) at
+        start (B,), a tensor or a list -> hidden (B, T, D). Padding at the end of a row is harmless:
+        its entries are masked now and overwritten later. No real token reads the cache's last
+        place, so make the cache one longer than the window. record: gets the experts, one
+        (1, B * T, K) per MoE layer. keys: how many entries of each row are looked at, up to the
+        last of these tokens at least; None: as few as that, which waits for a GPU where start is a
+        tensor there."""
+        place, positions, mask = self.locate_in_cache(tokens, cache, rows, start, keys)
 
         # As forward, but each layer stores its entries and attends to all that are stored.
         stores = [partial(cache.update, layer, *place) for layer in range(len(self.layers))]

@@ -837,7 +837,7 @@ class Reinforcement(Source):
             temperature=config.temperature,
             plain=config.plain,
             draft=config.draft,
-            rows=min(128, tasks_per_rank * config.group_size),
+            rows=tasks_per_rank * config.group_size,
         )
         played = dict(group=config.group_size, limits=agent_limits(config), compact=run.compact)
 

@@ -21,7 +21,9 @@ from benchmarks.gpu_job import stage_config
 from benchmarks.muon import build_steps, gemm_floor, layer_shapes
 from benchmarks.train_step import Sizes, measure_layers
 from fast import accelerate
+from fast.cuda_graphs import CAPTURED_AFTER, GraphSampler
 from fast.sampler import sampling_model
+from moe import Cache
 
 # Where a decoding step is measured, and how many places a sequence has in the cache: the window of
 # the sampler and two more, as the sampler makes its cache.
@@ -120,14 +122,27 @@ def decoding_bytes(model, rows, position):
 
 @torch.inference_mode()
 def measure_decoding(bench, rows, model):
-    """One decoding step: a token for each of `rows` sequences of equal length, beside the time that
-    reading its bytes takes at the measured copy speed"""
+    """One decoding step: a token for each of `rows` sequences of equal length, by the sampler's
+    CUDA graph, beside the same step as it is written and the time that reading its bytes takes at
+    the measured copy speed"""
     position, device = POSITION[bench.device], bench.device
     tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)  # (B, 1)
-    step = decoding_step(model, tokens, position, WINDOW[device], device)
-    seconds = bench.time({"ours": step}, 20)
+    written = decoding_step(model, tokens, position, WINDOW[device], device)
+
+    sampler = GraphSampler(model, None, rows=rows, window=WINDOW[device] - 2)
+    sampler.cache = Cache(model, rows, WINDOW[device])
+    numbers = [[0]] * rows, [position] * rows, [[0.5]] * rows
+    captured = partial(sampler.decode_and_draw, *numbers)
+    for _ in range(CAPTURED_AFTER):
+        captured()
+    graphs = len(sampler.captured.graphs)
+
+    # Bytes needed / time / bandwidth: how near the step is to what the card can read.
+    seconds = bench.time({"ours": captured, "written": written}, 20)
     seconds["floor"] = decoding_bytes(model, rows, position) / bench.bandwidth
-    return {"rows": rows, "tokens_per_s": rows / seconds["ours"], **ratio_columns(seconds)}
+    row = {"rows": rows, "graphs": graphs, "tokens_per_s": rows / seconds["ours"]}
+    used = {"bandwidth_used_%": 100 * seconds["floor"] / seconds["ours"]}
+    return row | ratio_columns(seconds) | used
 
 
 def measure_speed(bench):
@@ -151,5 +166,5 @@ def measure_speed(bench):
     model = sampling_model(trained.config, torch.bfloat16, bench.device)
     model.load_state_dict(trained.state_dict())
     table = f"decoding one token at position {POSITION[bench.device]}"
-    for rows in (1, 32, 128, 256):
+    for rows in (1, 8) if bench.tiny else (1, 32, 128, 256, 512):
         bench.attempt(table, "ours", partial(measure_decoding, bench, rows, model))

@@ -19,6 +19,8 @@ Left out: a paged cache, and one in fewer bits.
 Letters: as in moe.py; S cached entries, Q query width.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -27,14 +29,21 @@ from moe import Attention, MoE, apply_rotary_emb, linear
 
 
 def joined(module, weights, join):
-    """join() of a module's weights, kept until one of them changes: only in sampling, where it
-    serves thousands of steps."""
+    """join() of a module's weights, a tuple, kept until one of them changes: only in sampling,
+    where it serves thousands of steps. New numbers go to where the old ones lie, since a CUDA graph
+    reads them there (fast/cuda_graphs.py, which calls module.rejoin)."""
     # A tensor's version rises with every change in place. One made in inference mode has none.
     if any(weight.is_inference() for weight in weights):
         return join()
-    versions = [(weight.data_ptr(), weight._version) for weight in weights]
-    if getattr(module, "joined_versions", None) != versions:
-        module.joined_weights, module.joined_versions = join(), versions
+    places, versions = zip(*((weight.data_ptr(), weight._version) for weight in weights))
+    known_places, known_versions = getattr(module, "joined_from", (None, None))
+    if places != known_places:
+        module.joined_weights = join()
+    elif versions != known_versions:
+        for old, new in zip(module.joined_weights, join()):
+            old.copy_(new)
+    module.joined_from = places, versions
+    module.rejoin = partial(joined, module, weights, join)
     return module.joined_weights
 
 
@@ -50,8 +59,8 @@ class FastProjection(Attention):
         # rotary key.
         first = self.wq_a if c.q_lora else self.wq
         if torch.is_inference_mode_enabled():
-            weight = joined(
-                self, [first, self.wkv_a], lambda: torch.cat((first.flatten(0, -2), self.wkv_a))
+            (weight,) = joined(
+                self, [first, self.wkv_a], lambda: (torch.cat((first.flatten(0, -2), self.wkv_a)),)
             )
             q, down = linear(x, weight).split((len(weight) - len(self.wkv_a), len(self.wkv_a)), -1)
             q = q if c.q_lora else q.unflatten(-1, first.shape[:2])

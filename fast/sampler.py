@@ -109,16 +109,22 @@ class Row:
         self.versions += [version] * len(tokens)
 
 
-def choose_width(lengths, longest):
-    """Chunks of these lengths are cut into pieces of one width, each a row of a forward: by which
-    width does it cost least? longest: tokens of the longest context."""
+def stack_choices(record):
+    """What Model.decode recorded, one (1, N, K) per MoE layer -> numpy (N, L, K). All layers in one
+    copy from the GPU. A model without MoE layers has no record: None"""
+    return torch.cat(record).cpu().numpy().swapaxes(0, 1) if record else None
+
+
+def choose_width(lengths, longest, widths):
+    """Chunks of these lengths are cut into pieces of one width, each a row of a forward: which of
+    the widths costs least? longest: tokens of the longest context."""
 
     # A piece costs its tokens, padding included, and reads the entries of its row once more.
     def cost(width):
         pieces = sum(-(-length // width) for length in lengths)
         return pieces * (width + longest / KEYS_PER_TOKEN)
 
-    return min(range(4, round_up(max(lengths), 4) + 1, 4), key=cost)
+    return min(widths, key=cost)
 
 
 class Sampler:
@@ -128,6 +134,8 @@ class Sampler:
     rows: how many agents decode at once. window: tokens of a context at most. stride: the agents'
     turns are handled every so many steps, so that prefills come in batches. draft: how many tokens
     are proposed ahead at most, 0 for none. threads: tools that run at once."""
+
+    most_rows = 128  # more take longer than they save
 
     def __init__(
         self,
@@ -142,7 +150,7 @@ class Sampler:
     ):
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.rows = rows
+        self.rows = min(rows, self.most_rows)
         self.window = window
         self.temperature = temperature
         self.stride = stride
@@ -318,7 +326,8 @@ class Sampler:
         pieces of one width. In every layer all pieces store their entries before any of them looks:
         a piece sees those before it as if they had been fed earlier."""
         longest = max(len(row.context) for row in batch)
-        width = choose_width([len(row.context) - 1 - row.cached for row in batch], longest)
+        lengths = [len(row.context) - 1 - row.cached for row in batch]
+        width = choose_width(lengths, longest, self.piece_widths(max(lengths)))
         owners, rows, start, tokens = [], [], [], []
         for row, place in zip(batch, places):
             for first in range(row.cached, len(row.context) - 1, width):
@@ -328,25 +337,32 @@ class Sampler:
                 tokens.append(row.context[first : min(first + width, len(row.context) - 1)])
 
         # Only the last piece of a chunk is padded, behind the row's last token.
-        lengths, record = [len(piece) for piece in tokens], []
+        lengths = [len(piece) for piece in tokens]
         padded = [piece + [0] * (width - len(piece)) for piece in tokens]
-        self.model.decode(to_device(padded, self.device), self.cache, rows, start, record)
+        chosen = self.read_pieces(padded, rows, start)
         self.fed += sum(lengths)
-        self.record_routes(owners, record, lengths, width)
+        self.record_routes(owners, chosen, lengths, width)
 
-    def record_routes(self, batch, record, lengths, width):
+    def piece_widths(self, longest):
+        """The widths that a chunk of up to `longest` tokens may be cut by"""
+        return range(4, round_up(longest, 4) + 1, 4)
+
+    def read_pieces(self, tokens, rows, start):
+        """One forward over pieces of contexts: lists of tokens (N, width), and for each piece its
+        row of the cache and its first position -> the experts of all tokens (N * width, L, K)"""
+        record = []
+        self.model.decode(to_device(tokens, self.device), self.cache, rows, start, record)
+        return stack_choices(record)
+
+    def record_routes(self, batch, chosen, lengths, width):
         """Note which experts every fed token took, and that these tokens are cached now.
 
-        record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
-        lengths: how many tokens of each row are kept. width: how many were fed of each row."""
-        # All layers in one copy from the GPU. A model without MoE layers has no record.
-        if record:
-            chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
-
+        chosen: (N, L, K), the tokens of one row of `batch` behind the other's, or None. lengths:
+        how many tokens of each row are kept. width: how many were fed of each row."""
         # What a wrong draft left behind the kept tokens is overwritten by the next step.
         first = 0
         for row, n in zip(batch, lengths):
-            if record:
+            if chosen is not None:
                 row.routes[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
             first += width
@@ -422,18 +438,17 @@ class Sampler:
             drafts = [[]] * active
         width = 1 + self.draft if speculative else 1
 
-        # 2) One forward pass over all rows.
+        # 2) One forward pass over all rows, and a draw behind every token that was fed. The random
+        # numbers are the rows' own, one for each place.
         batch_size = min(self.padded_batch_size(active, rows), self.rows)
-        tokens, position = self.batch_to_feed(rows, drafts, batch_size, width)
-        record = []
-        # (B, width, D)
-        hidden = self.model.decode(tokens, self.cache, slice(0, batch_size), position, record)
+        fed, position = self.batch_to_feed(rows, drafts, batch_size, width)
+        uniforms = [row.peek_uniforms(1 + len(draft)) for row, draft in zip(rows, drafts)]
+        drawn_tokens, logprobs, chosen = self.decode_and_draw(fed, position, uniforms)
         self.steps += 1
-        self.fed += tokens.numel()
+        self.fed += batch_size * width
 
-        # 3) A draw behind every token that was fed. It is accepted if all of the draft before it
-        # was drawn too; the first one always is.
-        drawn_tokens, logprobs = self.draw(rows, drafts, hidden)
+        # 3) A draw is accepted if all of the draft before it was drawn too; the first one always
+        # is.
         lengths, first = [], 0
         for row, draft in zip(rows, drafts):
             n = 1
@@ -447,13 +462,13 @@ class Sampler:
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
             first += 1 + len(draft)
-        self.record_routes(rows[:active], record, lengths, width)
+        self.record_routes(rows[:active], chosen, lengths, width)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
-        """-> tokens (batch size, width), padded by zeros at the end, and a list that says from
-        which position on each row is fed. A row that is not sampling, and only fills up the batch,
-        feeds its last cached token again: this stores the same entry, or under newer weights the
-        entry that they make."""
+        """-> lists: tokens (batch size, width), padded by zeros at the end, and from which position
+        on each row is fed. A row that is not sampling, and only fills up the batch, feeds its last
+        cached token again: this stores the same entry, or under newer weights the entry that they
+        make."""
         # Each row with its draft; rows beyond the sampling ones have none.
         tokens, position = [], []
         for i in range(batch_size):
@@ -467,27 +482,27 @@ class Sampler:
 
             tokens.append(fed + [0] * (width - len(fed)))
             position.append(start)
-        return to_device(tokens, self.device), position
+        return tokens, position
 
-    def draw(self, rows, drafts, hidden):
-        """Draws a token behind the last token of each row and behind each token of its draft.
-        hidden (B, width, D) -> two lists, tokens and log-probs, the rows one behind the other"""
-        # The places that were fed, without padding, and a random number for each.
-        places, uniforms = [], []
-        for i, draft in enumerate(drafts):
-            places += [(i, j) for j in range(1 + len(draft))]
-            uniforms += rows[i].peek_uniforms(1 + len(draft))
+    def decode_and_draw(self, tokens, position, uniforms):
+        """One forward over the first rows of the cache: lists of the tokens (B, width) and of where
+        each row's begin. uniforms: for each row that samples the random numbers of its first
+        places. -> two lists, drawn tokens and their log-probs at these places, the rows one behind
+        the other; and the experts of all tokens (B * width, L, K)"""
+        record, batch = [], slice(0, len(tokens))
+        fed = to_device(tokens, self.device)
+        hidden = self.model.decode(fed, self.cache, batch, position, record)  # (B, width, D)
 
-        # One product with the head for all places: N of them, logits (N, V).
+        # One product with the head for all places without padding: N of them, logits (N, V).
+        places = [(i, j) for i, numbers in enumerate(uniforms) for j in range(len(numbers))]
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
-        drawn = rollout.sample_from_logits(
-            logits, to_device(uniforms, self.device), self.temperature
-        )
+        numbers = to_device([number for row in uniforms for number in row], self.device)
+        drawn = rollout.sample_from_logits(logits, numbers, self.temperature)
 
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
-        tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
-        return [int(token) for token in tokens], logprobs
+        drawn_tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
+        return [int(token) for token in drawn_tokens], logprobs, stack_choices(record)
 
 
 # ---------------------------------------------------------------- a sampler with weights of its own
@@ -515,4 +530,7 @@ def make_sampler(config, dtype, device, tokenizer, window, temperature=1.0, plai
     model, kind = sampling_model(config, dtype, device), fast.choose(rollout.Sampler)
     if kind is rollout.Sampler:
         return kind(model, tokenizer, window, temperature)
+    # On a GPU its steps are CUDA graphs.
+    if torch.device(device).type == "cuda":
+        from fast.cuda_graphs import GraphSampler as kind
     return kind(model, tokenizer, window=window, temperature=temperature, **options)
