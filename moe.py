@@ -496,6 +496,9 @@ class Cache:
 
     def copy_rows(self, targets, sources, length):
         """The first `length` entries of the rows `sources` become those of the rows `targets`."""
+        # Given as lists, these numbers would be copied to a GPU by a call that waits for it.
+        rows = torch.tensor([targets, sources]).to(self.data.device, non_blocking=True)
+        targets, sources = rows
         self.data[:, targets, :length] = self.data[:, sources, :length]
 
 

@@ -10,9 +10,9 @@ has the screen of each part and its rows, written one by one: a run that is cut 
 
     card            the device, its driver, and two measured ceilings: a bf16 product, a copy
     equality        the same computations on the CPU and on the device, each with a limit
-    device_tests    python -m pytest -m device
     job             train.py --scale=gpu, every stage cut short
     speed           optimizer, mixture of experts and decoding, beside others and beside a floor
+    device_tests    python -m pytest -m device
 
 Exit code: 0 when every part ended and every check holds, 1 when not, 2 when it cannot run here.
 The run on a CPU says nothing about speed. It shows that the command still works.
@@ -57,7 +57,6 @@ PARTS = {
         """
 Found is a relative error (norm of the difference / norm), or how many numbers differ.""",
     ),
-    "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
     "job": Part(
         "gpu_job.measure_main_job",
         225,
@@ -68,7 +67,8 @@ step and tokens/s are medians over the second half of a stage's steps; in rl the
 trained on, over the whole step. Busy: nvidia-smi, over the second half of a stage's time. RL saves
 once in three steps here, and once in ten by default.
 
-MFU = tokens/s x FLOPs of a token / the measured bf16 product above. FLOPs of a token
+MFU = tokens/s x FLOPs of a token / the measured bf16 product above; beside it the share of the
+989 TFLOP/s that an H100 or H200 has by name, by which others divide. FLOPs of a token
 = 6 x active parameters without the embedding
 + 6 x layers x heads x (qk_nope + qk_rope + v_dim) x T / 2 for causal attention over T tokens
 (left out in sft, where T varies: there the MFU is a lower bound). The planner predicts one
@@ -80,8 +80,10 @@ training step, without the second model and the cache that rollouts need.""",
         "Optimizer, mixture of experts, decoding",
         """
 Times X: our time over that of X. The floor of an optimizer step are the products of Newton-Schulz
-alone; that of decoding are the bytes that it reads, at the copy speed of the first table.""",
+alone; that of decoding are the bytes that it reads, at the copy speed of the first table. Graphs: 1
+where the step was captured; written: the same step without a CUDA graph.""",
     ),
+    "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
 }
 
 

@@ -139,19 +139,20 @@ def measure_card(bench):
 
 
 def run_device_tests(bench):
-    """Runs the tests marked `device`, but for the checks of the part `equality`. On a CPU they
-    compare it with itself, and one of them shows that the part works."""
-    command = [sys.executable, *"-m pytest -q -m device -p no:cacheprovider".split()]
+    """Runs the tests marked `device`, but for the checks of the part `equality` and the one that
+    compiles, which takes minutes. On a CPU they compare it with itself, and one of them shows that
+    the part works."""
+    command = [sys.executable, *"-u -m pytest -v -m device -p no:cacheprovider".split()]
     command += ["tests/test_device.py", "-k"]
-    command.append("orthogonalize" if bench.tiny else "not computed_twice")
-    done = subprocess.run(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    command.append("orthogonalize" if bench.tiny else "not computed_twice and not compiled")
+    # Its output goes to a file line by line: it is there if this part is ended at its limit.
+    output = bench.rows.with_name("device_tests.txt")
+    with open(output, "w") as file:
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
-    # The last line of pytest is the outcome. All of its output goes to the part's log, and the end
-    # of it to the report when a test failed.
-    lines = done.stdout.rstrip().split("\n")
-    print(done.stdout)
+    # The last line of pytest is the outcome. The end of its output goes to the report when a test
+    # failed.
+    lines = output.read_text(errors="replace").rstrip().split("\n")
     row = dict(what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0)
     if not row["holds"]:
         row["traceback"] = "\n".join(lines[-60:])

@@ -33,7 +33,7 @@ JOB_FLAGS = {
         "pretrain": ["--steps=40"],
         "long": ["--steps=6"],
         "sft": ["--steps=90", "--demos=3000"],
-        "rl": ["--steps=3", "--tasks_per_step=8"],
+        "rl": ["--steps=3"],
         "eval": ["--eval_levels=0,1", "--eval_tasks=4", "--eval_samples=2"],
     },
     "cpu": {
@@ -56,6 +56,8 @@ JOB_FLAGS = {
     },
 }
 
+
+NOMINAL_FLOPS = 989e12  # of an H100 or H200, dense bf16 products
 
 # Keys of the log line of each rl step that the report shows
 LOGGED = ("step", "seconds", "rollout_s", "solved", "bad_tool", "turns")
@@ -158,6 +160,7 @@ def stage_numbers(bench, stage, lines, wall):
     if stage in lengths:
         flops = speed * training_flops(config, lengths[stage])
         columns["MFU_%"] = 100 * flops / bench.peak_flops
+        columns["of_989_%"] = 100 * flops / NOMINAL_FLOPS
     columns["peak_GB"] = max(line["memory"] for line in lines)
     columns["planner_GB"] = planned_memory(config)
     return columns

@@ -97,8 +97,9 @@ def open_inside(root, path, flags):
     FileNotFoundError where there is none, ToolError for anything else that cannot be opened or may
     lead out, MachineFailure where no file number or no room is left."""
     # What the path itself says: relative, never upwards, not too deep.
-    parts = Path(path).parts if "\0" not in path else ()
-    if not 0 < len(parts) <= DEEPEST or os.path.isabs(path) or ".." in parts:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    outside = os.path.isabs(path) or ".." in parts or "\0" in path
+    if outside or not 0 < len(parts) <= DEEPEST:
         raise ToolError(f"bad path: {path[:80]!r}")
 
     # One folder after the other, each opened in the one before.

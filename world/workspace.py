@@ -173,13 +173,14 @@ class Workspace:
         is larger than the sandbox allows, the task's own files come first. It never waits for a
         file."""
         # The paths of all files, but for bytecode and very deep folders.
-        paths, most = {}, self.sandbox.files
+        paths, most, root = {}, self.sandbox.files, str(self.root)
         with as_machine_failure(f"cannot look into {self.root}"):
             for folder, _, names in walk(self.root):
-                inside = Path(folder).relative_to(self.root)
-                if len(inside.parts) < DEEPEST and "__pycache__" not in inside.parts:
+                inside = folder[len(root) + 1 :]
+                parts = inside.split("/")
+                if len(parts) < DEEPEST and "__pycache__" not in parts:
                     for name in names:
-                        path = stored = str(inside / name)
+                        path = stored = os.path.join(inside, name)
                         # A name of the repository's own is kept, UTF-8 or not.
                         if path not in self.task.files:
                             path = path.encode("utf-8", "replace").decode()
@@ -196,7 +197,7 @@ class Workspace:
             if len(found) == most:
                 break
             with contextlib.suppress(OSError, ToolError):  # closed by chmod, too large, or no file
-                left -= os.lstat(self.root / paths[path]).st_size
+                left -= os.lstat(os.path.join(root, paths[path])).st_size
                 if left >= 0:
                     found[path] = self.text(paths[path])
         return dict(sorted(found.items()))
