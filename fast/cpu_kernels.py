@@ -176,7 +176,9 @@ def grouped_swiglu(x, counts, w_gate, w_up, w_down):
 
 class LoopedSwiGLU(torch.autograd.Function):
     """grouped_swiglu, one expert after the other. In bf16 on a CPU it is quicker from 64 rows an
-    expert on: what one expert reads and writes stays in the cache.
+    expert on: what one expert reads and writes stays in the cache, and few shapes come up. While
+    the counts change from step to step, as they do in training, a training step with it takes .83
+    to .97 of the time (median of 24, in turns, one core); where they repeat it takes the same.
 
     The number of rows of each product is rounded up (see round_up): a product takes its expert's
     rows and some of the rows behind them. Its results for those are wrong, and each is overwritten
