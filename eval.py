@@ -42,12 +42,11 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 from command import checkpoints
 from command.hardware import dtype_of
 import fast
-from fast import sampler as fast_sampler
+from fast.samplers import make_sampler as make_fast_sampler
 from repositories.verdict import judge
 from world.sandbox import Sandbox
 from repositories.task_file import read_tasks
@@ -410,15 +409,13 @@ def load_policy(folder, device="cpu", plain=False):
     tokenizer, configuration. plain: without the twins of fast/. Callers that show results label
     those of an unfinished stage (`checkpoints.unfinished_label`)."""
     path = checkpoints.last_stage(folder)
-    extra = checkpoints.load_extra(path)
-    config = extra["config"]
+    config = checkpoints.load_extra(path)["config"]
     if missing := sorted(ACTS_BY - config.keys()):
         raise ValueError(f"{path} does not say its {', '.join(missing)}: of another version")
 
     # The tokenizer and the model's shape are in the checkpoint, too: nothing else is needed.
+    model, extra = checkpoints.load_model(path)
     tokenizer = make_tokenizer(**extra["tokenizer"])
-    model = config_of(extra["model"]).build_model()
-    checkpoints.load_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -427,7 +424,7 @@ def load_policy(folder, device="cpu", plain=False):
 def make_sampler(model, tokenizer, config, temperature):
     """A sampler of this policy, with a copy of its weights. The fast sampler holds them rounded to
     the dtype of the products."""
-    made = fast_sampler.make_sampler(
+    made = make_fast_sampler(
         model.config,
         model.dtype,
         model.embed.weight.device,

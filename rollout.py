@@ -29,23 +29,24 @@ arguments; no text encodes to one, so no tool output can forge a call.
 Letters (README has them all): B rows, T tokens of a row, V vocabulary, G rollouts per group, Z the
 length constant, L MoE layers, K experts per token.
 
-    python rollout.py       a demonstration with its masks, a group sampled by an untrained model
+    python rollout.py [--effort=high]     the trained policy of assets/rl at work on a task, with its
+                                          masks, and the rewards and advantages of its group
     python rollout.py --replay=out/run/transcripts.jsonl      a conversation of a run, in colour
 """
 
 import math
-import random
 import sys
 from bisect import bisect
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
 
-from length_penalty import FREE, count_effort
+from length_penalty import FREE, SETTINGS, Price, ask_for, count_effort, effort_budget, read_weights
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from repositories.audit import audit_rollout
@@ -967,43 +968,49 @@ def random_model(tokenizer, **sizes):
     return model
 
 
-def demo():
-    from command.bpe import train_bpe
+def demo(effort):
+    from command.checkpoints import load_model
     from command.transcripts import describe_rollout
     from demos.demo_figures import draw_kl_variances
     from demos.kl_estimates import kl_variances
     from demos.transcript_view import format_transcript
-    from synth_tasks import example_texts
 
-    # A demonstration, printed with its masks
-    tokenizer = Tokenizer(train_bpe(example_texts(100, 0), 700 - len(CONTROLS), SPLIT))
-    task = make_task(1, 5)
-    rollout = demonstrate(task, tokenizer, random.Random(3), Limits())
-    for line in describe_rollout(rollout, tokenizer):
-        print(format_transcript(line))
+    # The policy of the default run (python -m experiments.assets), and a task that it has not seen
+    torch.set_num_threads(1)
+    model, extra = load_model(Path(__file__).parent / "assets" / "rl")
+    tokenizer = Tokenizer(extra["tokenizer"]["ranks"])
+    task = ask_for(make_task(4, 3, "heldout"), effort)
+    limits = Limits(extra["config"]["window"], 16)
 
-    # A group of rollouts of an untrained model
-    model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
-    sampler = Sampler(model, tokenizer, window=256)
-    (group,) = sample_groups(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
+    # A group of rollouts, judged by hidden tests, and the reward at this setting of effort
+    sampler = Sampler(model.requires_grad_(False), tokenizer, limits.window, temperature=0.95)
+    (group,) = sample_groups(sampler, [task], 6, 0, limits, Sandbox())
+    weight = read_weights(extra["config"]["length_penalty"])[effort]
+    price = Price(weight, budget=effort_budget(limits.window, extra["config"]["max_turns"]))
     for rollout in group:
-        grade(rollout)
-    rewards = [rollout.reward for rollout in group]
-    tokens, mask, _, _ = flatten(group[0].segments[0])
-    print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of "
-        f"{len(group)} from an\nuntrained model, rewards {rewards},\n"
-        f"advantages {advantages(rewards).tolist()}:\n"
-        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled."
-    )
+        grade(rollout, price)
+
+    # One of them with its masks: the best one
+    best = max(group, key=lambda rollout: rollout.reward)
+    for line in describe_rollout(best, tokenizer):
+        print(format_transcript(line))
+    print("\nAbove, what the policy wrote is bright: only that is trained on. The group:\n")
+    print("          solved  effort  sampled tokens  reward  advantage")
+    gains = advantages([rollout.reward for rollout in group])
+    for number, (rollout, gain) in enumerate(zip(group, gains), 1):
+        sampled = sum(flatten(segment)[1].sum() for segment in rollout.segments)
+        print(
+            f"rollout {number} {'yes' if rollout.solved else 'no':>6} "
+            f"{rollout.stats['effort']:>7.1f} {int(sampled):>15} {rollout.reward:>7.2f} {gain:>+10.2f}"
+        )
     draw_kl_variances(*kl_variances(), "out/rollout.png")
-    print("What the estimates of the KL penalty cost in variance: out/rollout.png")
+    print("\nWhat the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
 def main(argv):
     from demos.transcript_view import replay_or_demonstrate
 
-    replay_or_demonstrate(argv, demo)
+    replay_or_demonstrate(argv, demo, SETTINGS)
 
 
 if __name__ == "__main__":

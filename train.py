@@ -75,7 +75,7 @@ from command import (
     step_log,
 )
 from command.flags import describe_stage, flag, usage_error
-from fast import sampler as fast_sampler
+from fast.samplers import make_sampler
 from fast import workers as fast_workers
 from fast.stochastic_rounding import RoundingMuon
 from world.micro import CONSTANTS, WORDS
@@ -843,7 +843,7 @@ class Reinforcement(Source):
 
         # Without workers this process samples, with the weights that it hands over itself.
         if not config.workers:
-            sampler = fast_sampler.make_sampler(window=config.window, **options)
+            sampler = make_sampler(window=config.window, **options)
             self.workers = self.publisher = rollout.InTurn(sampler, **played)
             return
 

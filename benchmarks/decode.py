@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
-from fast.sampler import Sampler, sampling_model
+from fast.sampler import Sampler
+from fast.samplers import sampling_model
 from command.hardware import fast_dtype
 from moe import Cache
 from rollout import Rollout, Request, Tokenizer, Work, random_model, sample_from_logits

@@ -17,7 +17,7 @@ import moe
 import train
 from benchmarks.gpu_bench import relative_error
 from fast import accelerate
-from fast.sampler import sampling_model
+from fast.samplers import sampling_model
 from published.grouped_query import config_of
 
 # Limits of the relative error. FP32 is about thirty times what an H100 showed. BF16 is wide because

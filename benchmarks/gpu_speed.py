@@ -22,7 +22,7 @@ from benchmarks.muon import build_steps, gemm_floor, layer_shapes
 from benchmarks.train_step import Sizes, measure_layers
 from fast import accelerate
 from fast.cuda_graphs import CAPTURED_AFTER, GraphSampler
-from fast.sampler import sampling_model
+from fast.samplers import sampling_model
 from moe import Cache
 
 # Where a decoding step is measured, and how many places a sequence has in the cache: the window of

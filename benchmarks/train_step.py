@@ -32,7 +32,7 @@ from benchmarks.decode import build_models, byte_tokenizer, decoding_step, synth
 from benchmarks.harness import make_parser, measure_seconds, print_speeds, print_table
 from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate, choose, twins
-from fast.sampler import make_sampler
+from fast.samplers import make_sampler
 from command.hardware import fast_dtype
 from moe import FFN, Cache, Model, ModelConfig, MoE
 from muon import Muon, newton_schulz

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder: what torch.distributed.checkpoint (DCP) writes (.metadata and a file per
 rank), extra.pt (configuration, tokenizer, step) and manifest.json, which has the size and the
-checksum of each of them. Three parts:
+checksum of each of them. A policy that is only to be used (assets/sft) has its weights in
+model.safetensors instead, and no optimizer. Three parts:
 
     write     over any layout of the weights; whole after a kill at any moment, since a folder gets
               its name only when it is complete
@@ -37,10 +38,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from command import source_files
 from command.flags import fill_in, rules_of, usage_error, write_value
 from command.output_files import digest_file
+from published.grouped_query import config_of
+from published.safetensors import open_safetensors, write_safetensors
+
+WEIGHTS = "model.safetensors"  # of a policy that is only to be used
 
 
 class SaveFailed(OSError):
@@ -110,6 +116,19 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
                 target.rename(old)
             part.rename(target)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def save_policy(directory, weights, extra):
+    """Writes the folder of a policy that is only to be used, on one process: weights {name: tensor}
+    in their dtypes, and `extra` as of save_checkpoint"""
+    folder = Path(directory)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    write_safetensors(folder / WEIGHTS, entries, weights.values())
+    torch.save(extra, folder / "extra.pt")
+    manifest = {name: describe_file(folder / name) for name in (WEIGHTS, "extra.pt")}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 SEEN_AFTER = 10.0  # seconds after which a file on a shared disk is seen by all machines
@@ -240,15 +259,21 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
     # Is every byte as it was written?
     folder, manifest = read_manifest(directory)
     check_all_sums(directory, folder, manifest)
-    reader = CheckpointReader(folder, manifest)
-    stored = reader.read_metadata().state_dict_metadata
     tensors = checkpoint_tensors(model, optimizer) | (more or {})
+    if WEIGHTS in manifest:
+        weights = open_safetensors(folder / WEIGHTS)
+        weights = {f"model.{name}": tensor for name, tensor in weights.items()}
+        stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    else:
+        reader = CheckpointReader(folder, manifest)
+        metadata = reader.read_metadata().state_dict_metadata
+        stored = {name: tuple(entry.size) for name, entry in metadata.items()}
 
     # Every tensor of the folder must have its place here, and the other way round. Without an
     # optimizer only the model's are asked for.
     asked = {name for name in stored if optimizer is not None or name.startswith("model.")}
     for name in sorted(asked | tensors.keys()):
-        there = tuple(stored[name].size) if name in stored else "missing"
+        there = stored.get(name, "missing")
         here = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != here:
             raise ValueError(
@@ -258,6 +283,10 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
 
     # Each rank reads the parts of its own shards, whatever ranks have written them.
     extra = load_extra(directory)
+    if WEIGHTS in manifest:
+        for name, tensor in tensors.items():
+            copy_here(tensor, weights[name])
+        return extra
     try:
         run_dcp(dcp.load, tensors, storage_reader=reader)
     # Whoever can write the folder can write its checksums, too.
@@ -268,6 +297,22 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
             f"the checkpoint is damaged"
         ) from None
     return extra
+
+
+def load_model(directory):
+    """-> the model of a checkpoint on the CPU, and what the checkpoint says of itself"""
+    extra = load_extra(directory)
+    model = config_of(extra["model"]).build_model()
+    load_checkpoint(directory, model)
+    return model, extra
+
+
+def copy_here(tensor, whole):
+    """tensor <- what this rank holds of a whole one"""
+    if isinstance(tensor, DTensor):
+        whole = whole.to(tensor.device)
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+    tensor.copy_(whole)
 
 
 def load_extra(directory):
@@ -312,8 +357,8 @@ def read_manifest(directory):
             )
 
     # Without these two nothing can be loaded.
-    for name in (".metadata", "extra.pt"):
-        if name not in manifest:
+    for name in ("extra.pt", ".metadata"):
+        if name not in manifest and not (name == ".metadata" and WEIGHTS in manifest):
             raise DamagedCheckpoint(
                 f"{directory}: manifest.json does not name {name}: not a complete checkpoint"
             )
@@ -470,7 +515,11 @@ def checkpoint_paths(stage, out, start_from):
     """-> the path of the stage's own checkpoint, and the path of the checkpoint from which it
     starts: that of the stage before, or None for the first stage"""
     before = PREVIOUS_STAGE.get(stage)
-    return Path(out, stage), Path(start_from or out, before) if before else None
+    origin = Path(start_from or out, before) if before else None
+    # --start_from may name the checkpoint itself.
+    if before and start_from and Path(start_from, "manifest.json").exists():
+        origin = Path(start_from)
+    return Path(out, stage), origin
 
 
 def open_start(stage, out, start_from):

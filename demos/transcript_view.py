@@ -13,6 +13,7 @@ terminal. Left out: a pager.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from command.flags import make_parser
@@ -53,12 +54,19 @@ def message_text(message):
     return "\n".join(word for word in words if word)
 
 
+def as_read(value):
+    """A value of a transcript's first line as a person reads it"""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def format_transcript(line):
     """A conversation (see transcripts.describe_rollout) in colour: what was sampled bright, the
     rest dim; behind it how many tokens, by which policy, and flags. -> the text of it"""
     # First a line about the segment, then its messages, each with the speaker on the left. For a
     # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
-    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    about = [f"{name} {as_read(value)}" for name, value in line.items() if name != "messages"]
     rows = [escape_control_chars("  ".join(about))]
     for message in line["messages"]:
         text = escape_control_chars(message_text(message)).replace("\n", "\n" + " " * 11)
@@ -98,9 +106,12 @@ def print_transcript(path, number=None):
     print(text)
 
 
-def replay_or_demonstrate(argv, demo):
-    """With --replay prints a conversation, without it runs the demonstration. demo: a function"""
-    parser = make_parser("rollout.py", "A demonstration and a group of rollouts.")
+def replay_or_demonstrate(argv, demo, settings):
+    """With --replay prints a conversation, without it runs the demonstration. demo: a function of
+    one of the settings of effort"""
+    parser = make_parser("rollout.py", "A trained agent at work, and the group that it belongs to.")
+    about = "how much effort the task asks for"
+    parser.add_argument("--effort", choices=settings, help=about)
     about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
     parser.add_argument("--replay", metavar="FILE", help=about)
     about = "with --replay: which line of the file, from 1"
@@ -109,7 +120,9 @@ def replay_or_demonstrate(argv, demo):
     if given.replay is None and given.line is not None:
         parser.error("--line goes with --replay=FILE")
     if given.replay is None:
-        return draw_or_refuse("rollout.py", demo)
+        return draw_or_refuse("rollout.py", partial(demo, given.effort or settings[0]))
+    if given.effort is not None:
+        parser.error("--effort is of the demonstration: a transcript asks for what it asks for")
     try:
         print_transcript(given.replay, given.line)
     except ValueError as error:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from fast.sampler import make_sampler, sampling_model
+from fast.samplers import make_sampler, sampling_model
 from rollout import sample_groups
 from world.machine import owned_directory
 from world.sandbox import Sandbox

@@ -15,7 +15,7 @@ import fast
 import moe
 import muon
 from fast import twins
-from fast.sampler import make_sampler
+from fast.samplers import make_sampler
 from rollout import Request, Rollout, Sampler
 from sampling import TRAINED
 from small import SIZES

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import moe
 from fast import workers as fast_workers
-from fast.sampler import make_sampler
+from fast.samplers import make_sampler
 from moe import Model, ModelConfig
 from rollout import InTurn, Limits, staleness
 from sampling import TRAINED, same

@@ -30,8 +30,9 @@ from rollout import Limits, Tokenizer, agent, demonstrate, grade
 from small import SIZES
 import synth_tasks
 import train
-from fast import low_precision, sampler as fast_sampler
+from fast import low_precision
 from fast.cuda_graphs import GraphSampler
+from fast.samplers import sampling_model
 
 CARD = "cuda:0"
 # The data pointer of a fake tensor is null, and torch warns of every look at it.
@@ -317,7 +318,7 @@ def count_step(card, stage, run, optimizer, source):
 def make_sampler(sources, rows, **options):
     """A sampler on the card with `rows` agents admitted, their prompts not yet read"""
     run, _, _ = make_run("pretrain", sources)
-    model = fast_sampler.sampling_model(run.model.config, torch.bfloat16, CARD)
+    model = sampling_model(run.model.config, torch.bfloat16, CARD)
     sampler = GraphSampler(model, run.tokenizer, rows=rows, window=1500, **options)
     tasks = [synth_tasks.make_task(0, number) for number in range(rows)]
     limits = Limits(1500, 8)

@@ -1,0 +1,54 @@
+"""assets.py: the policies of the default run, small enough to lie in the repository.
+
+    python -m experiments.assets out/run    out/run/sft and out/run/rl -> assets/sft, assets/rl
+
+A folder holds the weights as the sampler holds them (matrices in bf16, so it samples the same
+tokens), configuration, tokenizer, and the commit that the run was made at. It has no optimizer: a
+stage can start from it, and none can go on with it.
+
+    python rollout.py                                         the trained agent at work
+    python eval.py assets/sft assets/rl                       the README's table
+    python train.py --stage=rl --steps=5 --start_from=assets/sft --out=out/change
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from command import checkpoints, flags
+from fast.samplers import sampling_model
+
+usage_error = partial(flags.usage_error, program="experiments.assets")
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# What is kept of what a checkpoint says of itself
+KEPT = "config", "model", "tokenizer", "step", "patch"
+
+
+def keep_policy(source, target, commit):
+    """The checkpoint `source` without its optimizer, in the folder `target`"""
+    model, extra = checkpoints.load_model(source)
+    held = sampling_model(model.config, torch.bfloat16).state_dict()
+    weights = {name: tensor.to(held[name].dtype) for name, tensor in model.state_dict().items()}
+    kept = {name: extra[name] for name in KEPT if name in extra}
+    checkpoints.save_policy(target, weights, {**kept, "commit": commit})
+
+
+def main(argv):
+    if len(argv) != 1:
+        usage_error("one run: python -m experiments.assets out/run")
+    run = Path(argv[0])
+    try:
+        commit = json.loads((run / "summary.json").read_text())["commit"]
+        for stage in ("sft", "rl"):
+            keep_policy(run / stage, ASSETS / stage, commit)
+            size = sum(path.stat().st_size for path in (ASSETS / stage).iterdir())
+            print(f"{ASSETS / stage}: {size / 1e6:.1f} MB, of commit {commit}")
+    except (OSError, ValueError, KeyError) as error:
+        usage_error(f"{run} is no finished run: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
