@@ -50,13 +50,14 @@ def read_outcome(folder, experiment):
     policies = json.loads((folder / "summary.json").read_text())["policies"]
     before, after = policies.get("before RL"), policies["after RL"]
     overall, levels = after["overall"], list(after["levels"].values())
+    worst = min(levels, key=lambda level: level["solved"])
     end = {
         "solved": overall["solved"],
         "easiest": levels[0]["solved"],
-        "hardest": levels[-1]["solved"],
+        "worst level": worst["solved"],
         "tokens": overall["tokens"],
         "easiest: tokens": levels[0]["tokens"],
-        "hardest: tokens": levels[-1]["tokens"],
+        "worst level: tokens": worst["tokens"],
         "wrong tool": overall["bad_tool"],
         "moved": overall.get("moved", math.nan),
         "seconds a step": float(np.median([line["seconds"] for line in lines])),
