@@ -975,7 +975,7 @@ def demo(effort):
     from demos.kl_estimates import kl_variances
     from demos.transcript_view import format_transcript
 
-    # The policy of the default run (python -m experiments.assets), and a task that it has not seen
+    # The policy of the default run (python -m command.assets), and a task that it has not seen
     torch.set_num_threads(1)
     model, extra = load_model(Path(__file__).parent / "assets" / "rl")
     tokenizer = Tokenizer(extra["tokenizer"]["ranks"])

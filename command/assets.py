@@ -1,6 +1,6 @@
-"""assets.py: the policies of the default run, small enough to lie in the repository.
+"""command/assets.py: the policies of the default run, small enough to lie in the repository.
 
-    python -m experiments.assets out/run    out/run/sft and out/run/rl -> assets/sft, assets/rl
+    python -m command.assets out/run    out/run/sft and out/run/rl -> assets/sft, assets/rl
 
 A folder holds the weights as the sampler holds them (matrices in bf16, so it samples the same
 tokens), configuration, tokenizer, and the commit that the run was made at. It has no optimizer: a
@@ -21,7 +21,7 @@ import torch
 from command import checkpoints, flags
 from fast.samplers import sampling_model
 
-usage_error = partial(flags.usage_error, program="experiments.assets")
+usage_error = partial(flags.usage_error, program="command.assets")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # What is kept of what a checkpoint says of itself
 KEPT = "config", "model", "tokenizer", "step", "patch"
@@ -38,7 +38,7 @@ def keep_policy(source, target, commit):
 
 def main(argv):
     if len(argv) != 1:
-        usage_error("one run: python -m experiments.assets out/run")
+        usage_error("one run: python -m command.assets out/run")
     run = Path(argv[0])
     try:
         commit = json.loads((run / "summary.json").read_text())["commit"]
