@@ -575,8 +575,9 @@ def demonstration_levels(levels):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> [(number of a demonstration, its Rollout)], each task from its own seed. A rollout with
     summaries has several segments, and each is a training sequence."""
-    cycle, pairs = demonstration_levels(levels_of(config)), []
-    for i in bar(numbers, "demonstrations"):
+    cycle = demonstration_levels(levels_of(config))
+
+    def make(i):
         # Who is asked for little effort looks and tests less: see world.expert.THOROUGH.
         setting = random.Random(f"{config.seed}/effort/{i}").choice(settings(config))
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -584,8 +585,10 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
         task_number = ((config.seed or 1 << 32) << 24) + i
         task = make_training_task(config, cycle[i % len(cycle)], task_number)
         task = length_penalty.ask_for(task, setting)
-        pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
-    return pairs
+        return make_demonstration(config, task, rng, tokenizer, compact)
+
+    made = launch.compute_on_cores(make, numbers)
+    return [(i, next(made)) for i in bar(numbers, "demonstrations")]
 
 
 SLOPPY = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes

@@ -27,11 +27,11 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
     parser.add_argument("runs", nargs="+", help=runs)
 
     # Which tasks, and how they are played. At temperature 0 sampling is greedy.
-    add("number", 24, "tasks per level", at_least=1)
+    add("number", 16, "tasks per level", at_least=1)
     levels = f"levels, from 0 to {most_levels - 1}, with commas"
     known = tuple(map(str, range(most_levels)))
     add("levels", default_levels, levels, "str", choices=known, several=True)
-    add("bench", 0, "tasks per row of the bench; 0: without it")
+    add("bench", 10, "tasks per row of the bench; 0: without it")
     add("passes", 1, "rollouts per task and setting", at_least=1)
     add("turns", 0, "of a rollout (default: those of the run's RL)")
     add("temperature", None, "of sampling (default: that of the run's RL)", "float")

@@ -12,6 +12,7 @@ ranks tell each other is said in train.py and hsdp.py.
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -238,6 +239,38 @@ def agree_to_stop(run, interrupted, problem):
     if code >= LOG_FAILED:
         raise SaveFailed(problem)
     return code > 0
+
+
+work = None  # in a process of compute_on_cores: what it computes
+
+
+def compute_on_cores(function, items, cores=None):
+    """Yields function(item) of each item, in order. Where this process has four cores or more to
+    itself, it forks as many processes for it: with them, edits and patches are as they are here.
+    function must not touch a GPU. cores: None: those of the machine, shared by its ranks"""
+    if cores is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+        cores = len(os.sched_getaffinity(0)) // ranks if sys.platform == "linux" else 1
+    items = list(items)
+    if cores < 4 or len(items) < 100:
+        yield from map(function, items)
+        return
+
+    def prepare():
+        # Ctrl-C and SIGTERM are the parent's to handle; what it starts ends with it.
+        global work
+        work = function
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(signal.SIGKILL)
+        torch.set_num_threads(1)
+
+    with multiprocessing.get_context("fork").Pool(cores, prepare) as pool:
+        yield from pool.imap(compute_one, items, chunksize=16)
+
+
+def compute_one(item):
+    return work(item)
 
 
 def die_with_parent(number):

@@ -1354,6 +1354,44 @@ def test_demonstrations_are_of_every_level_asked_for(run):
     assert missing >= {0, 2, 3, 4, 6}
 
 
+def test_work_on_many_cores_is_the_work_of_one_in_the_same_order():
+    """A patch of this process acts in the others too, and an error of theirs is raised here."""
+    factor = 3
+
+    def function(number):
+        if number == 777:
+            raise ValueError("no 777")
+        return number * factor, os.getpid()
+
+    found = list(train.launch.compute_on_cores(function, range(300), cores=4))
+    assert [value for value, _ in found] == [3 * number for number in range(300)]
+    processes = {pid for _, pid in found}
+    assert os.getpid() not in processes
+
+    # Few cores, or little to do: here.
+    for items, cores in ((range(300), 2), (range(20), 4)):
+        assert {pid for _, pid in train.launch.compute_on_cores(function, items, cores)} == {os.getpid()}
+    with pytest.raises(ValueError, match="no 777"):
+        list(train.launch.compute_on_cores(function, range(700, 900), cores=4))
+
+
+def test_demonstrations_made_on_many_cores_are_those_of_one(run, monkeypatch):
+    tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
+    config = replace(train.Config(), window=512)
+
+    def tokens(cores):
+        plain = train.launch.compute_on_cores
+        with monkeypatch.context() as here:
+            many = lambda function, items: plain(function, items, cores)
+            here.setattr(train.launch, "compute_on_cores", many)
+            numbers = range(0, 240, 2)
+            pairs = train.make_demonstrations(config, tokenizer, None, numbers, lambda i, _: i)
+        assert [number for number, _ in pairs] == list(numbers)
+        return [[turn.tokens for turn in played.turns] for _, played in pairs]
+
+    assert tokens(1) == tokens(4)
+
+
 def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_hint(run):
     tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     task = train.synth_tasks.make_task(0, 1)
