@@ -18,8 +18,9 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
     python -m experiments.runner --arm=experiments.effort:by_what_it_did -- --stage=sft \\
         --start_from=out/base-1337 --out=out/by_what
 
-Found (one seed, commit a64afac): asked for low effort the default run takes .60 of the tokens of
-high effort and solves .67 in the place of .88. The other arms have not been run.
+Found (seed 1337, commit 731591f): asked for low effort the default run takes .60 of the tokens of
+high effort and solves .67 in the place of .88. By what it did: .71. RL alone finds no dial (.95).
+Never told solves more at every setting (.94). The other arms have not been run.
 """
 
 import math
