@@ -664,6 +664,27 @@ def make_state(p, algorithm):
 # ---------------------------------------------------------------- refusals
 
 
+def split_by_name(named_parameters, heads=1):
+    """-> param_groups of Muon for (name, parameter) pairs: AdamW takes vectors and whatever is
+    called embed, head or router, Muon the matrices and stacks of matrices. In a stack the matrix of
+    each head or expert is orthogonalized by itself (stated); so is each of the `heads` column
+    blocks of an output projection, attn.wo, where the heads lie side by side."""
+    rest, matrices, outputs = [], [], []
+    for name, p in named_parameters:
+        if p.ndim < 2 or any(word in name for word in ("embed", "head", "router")):
+            rest.append((name, p))
+        elif name.endswith("attn.wo"):
+            outputs.append((name, p))
+        else:
+            matrices.append((name, p))
+    groups = [
+        dict(params=rest, algorithm="adamw", weight_decay=0.0),
+        dict(params=matrices, algorithm="muon"),
+        dict(params=outputs, algorithm="muon", column_blocks=heads),
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def check_parameter(name, param, options):
     """Raise ValueError, with the parameter's name, if a group with these options cannot hold it."""
     shape, blocks = tuple(param.shape), options["column_blocks"]

@@ -57,7 +57,7 @@ import rollout
 import summarize
 import synth_tasks
 from moe import ModelConfig, count_draft_hits, mtp_loss, update_router_bias
-from muon import Muon, newton_schulz
+from muon import Muon, newton_schulz, split_by_name
 from published.tokenizers import make_tokenizer
 from command import (
     bpe,
@@ -1348,25 +1348,14 @@ class Run:
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, per head and per expert; AdamW the
         embedding, the head, the gains and the routers."""
-        # outputs: the output projections of attention, which Muon treats apart
-        config, matrices, outputs, rest = self.config, [], [], []
-        for name, p in self.model.named_parameters():
-            plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
-            if plain or config.optimizer == "adamw":
-                rest.append((name, p))
-            elif name.endswith("attn.wo"):
-                outputs.append((name, p))
-            else:
-                matrices.append((name, p))
-
-        groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
-        # In a stack, the matrix of each head or expert is orthogonalised by itself (stated). So is
-        # each head of the output projection, where the heads lie side by side in the columns.
-        muon = dict(algorithm="muon", lr=config.lr, weight_decay=config.weight_decay)
-        if matrices:
-            groups.append(dict(params=matrices, **muon))
-            heads = self.model.config.heads
-            groups.append(dict(params=outputs, column_blocks=heads, **muon))
+        config, named = self.config, list(self.model.named_parameters())
+        groups = split_by_name(named, self.model.config.heads)
+        if config.optimizer == "adamw":
+            groups = [dict(params=named, algorithm="adamw", weight_decay=0.0)]
+        for group in groups:
+            group["lr"] = config.adam_lr
+            if group["algorithm"] == "muon":
+                group |= dict(lr=config.lr, weight_decay=config.weight_decay)
 
         # Weights in bf16 would lose small updates, unless they are rounded by chance.
         kind = RoundingMuon if config.weight_dtype == "bfloat16" else Muon

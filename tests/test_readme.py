@@ -4,6 +4,7 @@ Running the commands takes hours; what is read here is what goes wrong when some
 """
 
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
+from commands import run_command
 from command.flags import make_config_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,3 +92,23 @@ def test_every_file_that_the_readme_names_exists():
         # Files that a task holds, not this project.
         if name not in ("docs.md", "tests.py"):
             assert (ROOT / name).exists(), name
+
+
+def test_what_the_readme_does_from_python_runs_as_it_stands(tmp_path):
+    """Twice in one process, as a notebook does it: what a call changes in the process it puts
+    back."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    again = code.replace("out/notebook", "out/again")
+    check = (
+        "\nimport os, signal\n"
+        "assert 'RANK' not in os.environ and 'WORLD_SIZE' not in os.environ\n"
+        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
+    )
+    (tmp_path / "cells.py").write_text(code + check + again + check)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    done = run_command([sys.executable, "cells.py"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True\n<|user|>") and "def total(xs):" in done.stdout
+    for name in ("notebook", "again"):
+        assert (tmp_path / "out" / name / "curve.png").stat().st_size > 1000
