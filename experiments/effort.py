@@ -19,8 +19,8 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
         --start_from=out/base-1337 --out=out/by_what
 
 Found (seed 1337, commit 731591f): asked for low effort the default run takes .60 of the tokens of
-high effort and solves .67 in the place of .88. By what it did: .71. RL alone finds no dial (.95).
-Never told solves more at every setting (.94). The other arms have not been run.
+high effort and solves .67 in the place of .88 (seed 1: .89, .86, .95). By what it did: .71. RL alone
+finds no dial (.95). Never told solves more at every setting (.94). The other arms have not been run.
 """
 
 import math
