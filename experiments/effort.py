@@ -86,6 +86,11 @@ def linear_price():
     length_penalty.Price = LinearPrice
 
 
+# The price stops rising near what tasks need, so it is steep there.
+def near_budget():
+    length_penalty.effort_budget = lambda window, turns: 25.0
+
+
 # 4. Another reward: failures pay for their effort, too.
 def failures_pay():
     plain = rollout.grade
