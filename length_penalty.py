@@ -209,19 +209,22 @@ def setting_of(task):
     return task.meta.get("effort", "")
 
 
+NEAR = 5 / 16  # of what a rollout can spend: two to three times what tasks need (ours)
+
+
 def effort_budget(window, turns):
     """The effort at which the price stops rising. An agent with a context of `window` tokens and
-    `turns` turns cannot spend more in one context, so every rollout that fits pays for what it
-    spent.
+    `turns` turns can spend so much in one context: the effort of `turns` turns with one call each
+    and of 25/16 windows of written tokens (rollouts of more than 40 turns have several contexts, so
+    there the tokens grow in proportion to the turns). The budget is NEAR of that: were it all of
+    it, C would be flat where tasks end, and one more test would always pay.
 
-    It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
-    Rollouts of more than 40 turns have several contexts, so there the tokens grow in proportion to
-    the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
+    Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80, and a budget of 25 (ours)."""
     # As if all of these tokens were written in tool calls, one call per turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(Weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return compute_effort(counts)
+    return NEAR * compute_effort(counts)
 
 
 def linear_price(price, x):
