@@ -244,9 +244,9 @@ def cost_of_going_on(x, price):
 
 def print_rewards(price):
     """What a solved task is worth, by effort and setting"""
-    print("reward of a solved task   x = 5       9      13      21      80")
+    print("reward of a solved task   x = 5       9      13      21      25")
     for setting, weight in read_weights(WEIGHTS).items():
-        reward = replace(price, weight=weight).shape_reward(1, [5, 9, 13, 21, 80])
+        reward = replace(price, weight=weight).shape_reward(1, [5, 9, 13, 21, 25])
         print(f"  Effort: {setting:14}" + "".join(f"{r:8.3f}" for r in reward))
 
 
@@ -272,7 +272,7 @@ def print_groups(price):
 def demo():
     from demos.demo_figures import draw_prices
 
-    price = Price(read_weights(WEIGHTS)["medium"])
+    price = Price(read_weights(WEIGHTS)["medium"], budget=effort_budget(512, 40))
     print_rewards(price)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
@@ -281,12 +281,12 @@ def demo():
     prices = {"linear, as medium at x=9": linear_price(price, 9)}
     for setting, weight in read_weights(WEIGHTS).items():
         prices[f"Effort: {setting}"] = replace(price, weight=weight)
-    path, x = "out/length_penalty.png", np.linspace(0, 60, 400)
+    path, x = "out/length_penalty.png", np.linspace(0, 30, 400)
     curves = {name: (one.cost(x), cost_of_going_on(x, one)) for name, one in prices.items()}
     draw_prices(x, curves, path)
-    first, later = cost_of_going_on(np.array([0, 40.0]), price)
+    first, later = cost_of_going_on(np.array([0, 20.0]), price)
     print(
-        f"The next 100 tokens cost {first:.3f} at the start and {later:.3f} at effort 40.\n"
+        f"The next 100 tokens cost {first:.3f} at the start and {later:.3f} at effort 20.\n"
         f"One token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
         f"but divided by the deviation it would be {blown:.2f}. Figure: {path}"
     )

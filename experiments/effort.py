@@ -12,6 +12,7 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
     never told         one price of .4 and no label in training; the evaluation asks with labels
     price .9, free     one price each, no labels: the line that one policy has to reach
     linear             one price, linear, as dear as .4 at an effort of 15
+    far budget         (by hand, from the default's SFT) the price rises up to an effort of 80
     failures pay       .03 C(x) off every rollout, and the budget's price where it was cut short
 
     python -m experiments.effort
@@ -86,9 +87,9 @@ def linear_price():
     length_penalty.Price = LinearPrice
 
 
-# The price stops rising near what tasks need, so it is steep there.
-def near_budget():
-    length_penalty.effort_budget = lambda window, turns: 25.0
+# The price rises up to what a rollout can spend, so it is flat where tasks end.
+def far_budget():
+    length_penalty.NEAR = 1.0
 
 
 # 4. Another reward: failures pay for their effort, too.
@@ -124,7 +125,7 @@ EXPERIMENT = Experiment(
         "never told": Arm(("--length_penalty=0.4",), asked_with_labels),
         "price .9": Arm(("--length_penalty=0.9",)),
         "free": Arm(("--length_penalty=0",)),
-        "linear": Arm(("--length_penalty=0.8",), linear_price),
+        "linear": Arm(("--length_penalty=0.49",), linear_price),
         "failures pay": Arm(("--length_penalty=0.4",), failures_pay),
     },
     sft=Arm(("--length_penalty=0.4",)),
