@@ -214,7 +214,7 @@ NEAR = 5 / 16  # of what a rollout can spend: two to three times what tasks need
 
 def effort_budget(window, turns):
     """The effort at which the price stops rising: NEAR of what an agent with a context of `window`
-    tokens and `turns` turns can spend, `turns` turns with one call each and 25/16 windows of written
+    tokens and `turns` turns can spend, so many turns with a call each and 25/16 windows of written
     tokens (more than 40 turns have several contexts). Were it all of that, C would be flat where
     tasks end. Window 512 and 40 turns: an effort of 80, and a budget of 25 (ours)."""
     # As if all of these tokens were written in tool calls, one call per turn.
