@@ -42,12 +42,16 @@ def main(argv):
     run = Path(argv[0])
     try:
         commit = json.loads((run / "summary.json").read_text())["commit"]
+        # Both are read before one is replaced.
+        for stage in ("sft", "rl"):
+            checkpoints.load_model(run / stage)
         for stage in ("sft", "rl"):
             keep_policy(run / stage, ASSETS / stage, commit)
             size = sum(path.stat().st_size for path in (ASSETS / stage).iterdir())
             print(f"{ASSETS / stage}: {size / 1e6:.1f} MB, of commit {commit}")
     except (OSError, ValueError, KeyError) as error:
-        usage_error(f"{run} is no finished run: {error}")
+        reason = getattr(error, "strerror", None) or error
+        usage_error(f"{run} is no finished run: {reason}")
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
     extra = load_extra(directory)
     if WEIGHTS in manifest:
         for name, tensor in tensors.items():
-            copy_here(tensor, weights[name])
+            copy_shard(tensor, weights[name])
         return extra
     try:
         run_dcp(dcp.load, tensors, storage_reader=reader)
@@ -307,7 +307,7 @@ def load_model(directory):
     return model, extra
 
 
-def copy_here(tensor, whole):
+def copy_shard(tensor, whole):
     """tensor <- what this rank holds of a whole one"""
     if isinstance(tensor, DTensor):
         whole = whole.to(tensor.device)
@@ -356,9 +356,10 @@ def read_manifest(directory):
                 "checkpoint is damaged"
             )
 
-    # Without these two nothing can be loaded.
-    for name in ("extra.pt", ".metadata"):
-        if name not in manifest and not (name == ".metadata" and WEIGHTS in manifest):
+    # Nothing can be loaded without the weights, in one form or the other, and what is said of them.
+    weights = WEIGHTS if WEIGHTS in manifest else ".metadata"
+    for name in (weights, "extra.pt"):
+        if name not in manifest:
             raise DamagedCheckpoint(
                 f"{directory}: manifest.json does not name {name}: not a complete checkpoint"
             )

@@ -241,7 +241,7 @@ def agree_to_stop(run, interrupted, problem):
     return code > 0
 
 
-work = None  # in a process of compute_on_cores: what it computes
+pool_function = None  # in a process of compute_on_cores: what it computes
 
 
 def compute_on_cores(function, items, cores=None):
@@ -258,8 +258,8 @@ def compute_on_cores(function, items, cores=None):
 
     def prepare():
         # Ctrl-C and SIGTERM are the parent's to handle; what it starts ends with it.
-        global work
-        work = function
+        global pool_function
+        pool_function = function
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(signal.SIGKILL)
@@ -270,7 +270,7 @@ def compute_on_cores(function, items, cores=None):
 
 
 def compute_one(item):
-    return work(item)
+    return pool_function(item)
 
 
 def die_with_parent(number):

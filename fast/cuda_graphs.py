@@ -1,8 +1,8 @@
 """fast/cuda_graphs.py: the sampler's steps as CUDA graphs.
 
 A decoding step of a small model starts hundreds of kernels, each shorter than the time that Python
-needs to start it. A CUDA graph records them once and starts them by one call. Measured on one H100
-at commit 534553e: 2.5 ms in the place of 15 for 128 rows.
+needs to start it. A CUDA graph records them once and starts them by one call: on one H200 a token
+for 32 rows takes 2.2 ms in the place of 17.6 (benchmarks/gpu_h200.md).
 
 A graph repeats addresses and sizes. So everything that changes from step to step comes in one
 tensor (the tokens, where they stand, the random numbers), and steps are padded to a few sizes:
@@ -64,9 +64,9 @@ class CapturedSteps:
         self.weights = [*model.parameters(), *model.buffers()]
         self.changes = self.count_changes()
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-        self.met = collections.Counter()
+        self.times_seen = collections.Counter()
         self.graphs = {}  # by size
-        self.works = True
+        self.enabled = True
 
     def count_changes(self):
         """How often the weights were changed where they lie"""
@@ -85,8 +85,8 @@ class CapturedSteps:
             return self.graphs[size].replay(given)
         given = given.to(self.device, non_blocking=True)
         found = function(given)
-        self.met[size] += 1
-        if self.works and self.met[size] >= CAPTURED_AFTER:
+        self.times_seen[size] += 1
+        if self.enabled and self.times_seen[size] >= CAPTURED_AFTER:
             self.capture(size, function, given, found)
         return found
 
@@ -100,7 +100,7 @@ class CapturedSteps:
         if not problem:
             self.graphs[size] = graph
             return
-        self.works = False
+        self.enabled = False
         self.graphs.clear()
         said = f"a sampling step as a CUDA graph: {problem}; sampling goes on without graphs"
         tqdm.write(said, file=sys.stderr)
@@ -146,7 +146,7 @@ class GraphSampler(Sampler):
         draw = partial(self.draw_everywhere, width=width, keys=size[-1])
         found = self.captured.run(size, draw, torch.from_numpy(given)).cpu().numpy()
 
-        # The places without padding.
+        # A row has `width` places of which the first ones were fed, the rest is padding.
         places = [width * i + j for i, numbers in enumerate(uniforms) for j in range(len(numbers))]
         logprobs = found[places, 1].view(np.float32).tolist()
         return found[places, 0].tolist(), logprobs, self.unpack_choices(found[:, 2:])

@@ -87,7 +87,7 @@ def test_a_graph_reads_new_weights_where_the_old_ones_lay():
 
     def changing(sampler, works):
         rng = torch.Generator().manual_seed(3)
-        sampler.captured.works = works
+        sampler.captured.enabled = works
 
         def refresh():
             state = sampler.model.state_dict()
@@ -118,7 +118,7 @@ def test_where_a_capture_fails_or_differs_written_steps_go_on(graph, said, capsy
     sampler, found = play(GraphSampler, rows=5, graph=graph)
     for plain, captured in zip(play(PlainSampler)[1], found):
         same(plain, captured)
-    assert not sampler.captured.works and not sampler.captured.graphs
+    assert not sampler.captured.enabled and not sampler.captured.graphs
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error and "without graphs" in error
 
