@@ -19,6 +19,7 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 
     python eval.py demo                   the scripted expert at three degrees of care
     python eval.py out/a out/b            runs compared: table, out/eval.json, figures
+    python eval.py out/a out/b --report   also out/report.html: their episodes, token by token
     python eval.py out/run --mismatch     the trainer's log-probs against the sampler's, in bf16,
                                           with router replay and without
     python eval.py out/run --gap          the wrong calls that a hint would keep the policy from
@@ -45,6 +46,7 @@ import synth_tasks
 from published.tokenizers import make_tokenizer
 from command import checkpoints
 from command.hardware import dtype_of
+from command.report import describe_episode, write_report_page
 import fast
 from fast.samplers import make_sampler as make_fast_sampler
 from repositories.verdict import judge
@@ -391,8 +393,9 @@ def settings_of(config):
     return tuple(length_penalty.read_weights(config["length_penalty"]))
 
 
-# What a policy acts by, of the configuration that it was trained with
+# What a policy acts by, of the configuration that it was trained with, and what its hints are about
 ACTS_BY = {
+    "habits",
     "length_penalty",
     "window",
     "max_turns",
@@ -503,30 +506,36 @@ def run_policy(
 
 
 @torch.no_grad()
+def logits_with_and_without(model, segment, spliced):
+    """If this policy were its own teacher: logits (N, V) at the tokens that a hint speaks about,
+    first as they were sampled, then under the hint; and these tokens (N,). spliced: a Splice"""
+    device = model.embed.weight.device
+    targets = feedback_distill.pack_hinted([replace(segment, hints=[spliced])]).to(device)
+
+    # Without the hint: the segment up to this turn, as it was sampled.
+    plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)
+    without = plain, targets.student_row, targets.student_position
+
+    # With it: the hint stands right above the turn, and shifts every position by its length.
+    under = targets.tokens, targets.row, targets.position
+    pair = [feedback_distill.logits_at(model, *places) for places in (without, under)]
+    return *pair, targets.token
+
+
 def hint_effect(model, tokenizer, played):
     """What would a hint change if this policy were its own teacher? -> for each call to a tool that
     does not exist: (tool, probability of beginning and naming that call, the same probability under
     the hint). Where the two are alike, there is nothing to distil."""
-    device = model.embed.weight.device
     found = []
     for hint in feedback_distill.detect(played, ("unavailable_tool",)):
-        # The tokens that the hint speaks about, and where they are predicted.
         segment = played.segments[hint.segment]
         spliced = feedback_distill.splice(tokenizer, segment, hint)
-        targets = feedback_distill.pack_hinted([replace(segment, hints=[spliced])]).to(device)
-
-        # Without the hint: the segment up to this turn, as it was sampled.
-        plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)
-        without = plain, targets.student_row, targets.student_position
-
-        # With it: the hint stands right above the turn, and shifts every position by its length.
-        under = targets.tokens, targets.row, targets.position
+        *pair, tokens = logits_with_and_without(model, segment, spliced)
 
         # The probability of the whole call is the product over its tokens.
         probabilities = []
-        for tokens, rows, positions in (without, under):
-            logits = feedback_distill.logits_at(model, tokens, rows, positions)  # (N, V)
-            logp = logits.log_softmax(-1).gather(1, targets.token[:, None])  # (N, 1)
+        for logits in pair:
+            logp = logits.log_softmax(-1).gather(1, tokens[:, None])  # (N, 1)
             probabilities.append(float(logp.sum().exp()))
         calls = segment.turns[hint.turn].calls
         wrong = [call.name for call in calls if call.error == "unknown_tool"]
@@ -609,12 +618,81 @@ def sampled_segments(groups):
     return found
 
 
+# ---------------------------------------------------------------- episodes of a report
+
+
+def look_at_hint(model, tokenizer, segment, hint):
+    """What a hint says to this policy, over the whole turn below it -> plain numbers: kl (N,) per
+    sampled token of the turn; first, end: which of them learn from it; top: at the one of these
+    that the hint changes most, the likeliest tokens as [text, probability without, with]"""
+    spliced = feedback_distill.splice(tokenizer, segment, hint)
+    head = segment.turns[hint.turn].head
+    whole = replace(spliced, first=head, end=len(spliced.turn))
+    student, teacher, _ = logits_with_and_without(model, segment, whole)
+    kl = feedback_distill.divergence(student, teacher, feedback_distill.DIVERGENCE)  # (N,)
+
+    first, end = spliced.first - head, spliced.end - head
+    place = first + int(kl[first:end].argmax())
+    pair = [logits[place].float().softmax(-1) for logits in (student, teacher)]  # (V,) each
+    likely = torch.cat([p.topk(4).indices for p in pair]).tolist()
+    top = [[tokenizer.decode([i]), *(round(float(p[i]), 4) for p in pair)] for i in set(likely)]
+    return {
+        "rule": hint.kind,
+        "text": hint.text,
+        "turn": hint.turn,
+        "kl": [round(float(value), 4) for value in kl],
+        "first": first,
+        "end": end,
+        "place": place,
+        "top": sorted(top, key=lambda row: -max(row[1:])),
+    }
+
+
+def episode_tasks(tasks, settings):
+    """One of the tasks of each level, with the setting of effort in the middle of these"""
+    chosen = {}
+    for task in tasks:
+        if task.meta.get("split") != "bench":
+            chosen.setdefault(task.level, task)
+    middle = settings[len(settings) // 2]
+    return [length_penalty.ask_for(task, middle) for task in chosen.values()]
+
+
+def play_episodes(name, model, tokenizer, config, tasks, numbers=None, group=4):
+    """`group` rollouts of each task, with the reward and the advantage that RL would give them ->
+    dicts, as command/report.py shows them. name: of the policy; numbers: see
+    rollout.sample_groups"""
+    groups = play_tasks(model, tokenizer, config, tasks, group, numbers=numbers)
+    weights = length_penalty.read_weights(config["length_penalty"])
+    budget = length_penalty.effort_budget(config["window"], config["max_turns"])
+
+    found = []
+    for played in rollout.drop_failed(groups)[0]:
+        # The price and the mean of this group, as in training. Where the run knows no settings and
+        # is asked for one, effort is free.
+        weight = weights.get(length_penalty.setting_of(played[0].task), 0.0)
+        for one in played:
+            rollout.grade(one, length_penalty.Price(weight, budget=budget))
+        gains = rollout.advantages([one.reward for one in played])
+
+        # Each rollout with its hints
+        for one, gain in zip(played, gains):
+            hints = [[] for _ in one.segments]
+            for hint in feedback_distill.detect(one, config["habits"].split(",")):
+                segment = one.segments[hint.segment]
+                hints[hint.segment].append(look_at_hint(model, tokenizer, segment, hint))
+            flats = [rollout.flatten(segment) for segment in one.segments]
+            found.append(describe_episode(name, one, gain, tokenizer, flats, hints))
+    return found
+
+
 # ---------------------------------------------------------------- the stage `eval` of train.py
 
 
 def evaluate(run, config, paths, made, published):
     """Rollouts of held-out tasks by the policies before and after RL -> ({name: records}, records
-    of the careful expert), on every rank. Every rank plays its share of the tasks.
+    of the careful expert, episodes for the report), on every rank. Every rank plays its share of
+    the tasks.
 
     config, paths, made, published: see Asked in command/evaluation.py, which also writes the
     results. run: a train.Run"""
@@ -624,10 +702,13 @@ def evaluate(run, config, paths, made, published):
     else:
         tasks = held_out(config.eval_tasks, read_levels(config.eval_levels))
         tasks += held_out(config.bench_tasks, synth_tasks.BENCH_LEVELS, "bench")
-    asked = ask_for_each(tasks, settings_of(made))
+    settings = settings_of(made)
+    asked, shown = ask_for_each(tasks, settings), episode_tasks(tasks, settings)
 
     # In the dtype in which the policy sampled: near a tie another one draws another token.
-    policies, first, dtype = {}, next(iter(paths.values())), dtype_of(config)
+    policies, episodes = {}, []
+    first, dtype, acts_by = next(iter(paths.values())), dtype_of(config), dict(made)
+    acts_by |= {"plain": config.plain, "temperature": config.temperature}
     for name, path in run.bar(list(paths.items()), "evaluation"):
         model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
@@ -639,19 +720,22 @@ def evaluate(run, config, paths, made, published):
 
         # Rollouts draw their random numbers by the number of their task, so they are the same for
         # any number of ranks.
+        policy = model.compute_in(dtype)
         records = run_policy(
-            model.compute_in(dtype),
+            policy,
             tokenizer,
-            {**made, "plain": config.plain},
+            acts_by,
             run.share(asked),
             config.eval_samples,
-            temperature=config.temperature,
             numbers=run.share(range(len(asked))),
             reference=reference,
         )
         policies[name] = run.gather(records)
+        numbers = run.share(range(len(shown)))
+        played = play_episodes(name, policy, tokenizer, acts_by, run.share(shown), numbers)
+        episodes += run.gather(played)
     careful = play_careful_expert(run.share(tasks), tokenizer, made)
-    return policies, run.gather(careful)
+    return policies, run.gather(careful), episodes
 
 
 # ---------------------------------------------------------------- command line
@@ -754,21 +838,27 @@ def main(argv):
                 found[f"{run}, {name}"] = gaps
         return report_mismatch(found)
 
-    # The rollouts. --turns replaces the limit that a run was trained with, --effort its settings.
-    policies = {}
+    # The rollouts. --turns and --temperature replace those that a run was trained with, --effort
+    # its settings.
+    policies, episodes = {}, []
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["max_turns"] = args.turns or config["max_turns"]
+        if args.temperature is not None:
+            config["temperature"] = args.temperature
         settings = args.effort.split(",") if args.effort else settings_of(config)
+        policy = model.compute_in(dtype_of(SimpleNamespace(**config)))
         policies[run] = run_policy(
-            model.compute_in(dtype_of(SimpleNamespace(**config))),
+            policy,
             tokenizer,
             config,
             ask_for_each(tasks, settings),
             args.passes,
-            temperature=args.temperature,
             prices=(args.price_in, args.price_out),
             with_hints=args.gap,
         )
+        if args.report:
+            shown = episode_tasks(tasks, settings)
+            episodes += play_episodes(run, policy, tokenizer, config, shown)
 
     # The table, the figures, and the file.
     kind = "held-out" if args.split == "heldout" else "training"
@@ -787,7 +877,12 @@ def main(argv):
     if args.gap:
         for run, records in policies.items():
             report_hint_effects(run, records)
-    print(f"\n{args.out}/eval.json, score.png, effort.png")
+    written = f"{args.out}/eval.json, score.png, effort.png"
+    if args.report:
+        title, path = f"eval.py {' '.join(args.runs)}", Path(args.out, "report.html")
+        write_report_page(path, title, format_table(numbers, kind), numbers, episodes)
+        written += ", report.html"
+    print(f"\n{written}")
 
 
 if __name__ == "__main__":

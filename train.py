@@ -1553,8 +1553,10 @@ def evaluate_run(config, given, sources):
     run.say(describe_stage(config, sources))
     run.say_edits()
     if not evaluation.is_done(run, asked):
-        records = eval.evaluate(run, asked.config, asked.paths, asked.made, asked.published)
-        evaluation.write_evaluation(run, asked, eval.summarize_policies(*records))
+        *records, episodes = eval.evaluate(
+            run, asked.config, asked.paths, asked.made, asked.published
+        )
+        evaluation.write_evaluation(run, asked, eval.summarize_policies(*records), episodes)
 
 
 def main(argv):

@@ -48,6 +48,8 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
     # What is reported.
     add("price_in", 0.5, "$ per million tokens", "float")
     add("price_out", 2.5, "$ per million tokens", "float")
+    report = "also write report.html: the table, the figures, and episodes token by token"
+    parser.add_argument("--report", action="store_true", help=report)
     gap = "also tell which wrong tools a hint would keep the policy from"
     parser.add_argument("--gap", action="store_true", help=gap)
     mismatch = "only: how far the trainer's log-probs lie from the sampler's, in bf16"

@@ -20,6 +20,7 @@ from command.output_files import current_commit, digest_file
 from command.drawing import draw_safely
 from command.learning_curves import draw_training
 from command.policy_report import draw_policies, format_table, write_json
+from command.report import write_report_page
 from command.step_log import minutes_so_far, read_step_log
 from world.task import Refusal
 
@@ -132,9 +133,9 @@ def is_done(run, asked):
     return False
 
 
-def write_evaluation(run, asked, numbers):
-    """The table on the screen, summary.json and the figures, by the first rank. numbers: see
-    eval.summarize_policies"""
+def write_evaluation(run, asked, numbers, episodes):
+    """The table on the screen, summary.json, the figures and report.html, by the first rank.
+    numbers: see eval.summarize_policies; episodes: eval.play_episodes"""
     memory = run.sum(hardware.peak_memory())
     if run.rank:
         return
@@ -172,9 +173,13 @@ def write_evaluation(run, asked, numbers):
         raise SystemExit(1) from None
 
     # The figures last.
+    title = f"{out}: {', '.join(asked.paths)}"
     problems = [
         draw_safely(draw_policies, numbers, out),
         draw_safely(draw_training, logs, out),
+        draw_safely(write_report_page, out / "report.html", title, text, numbers, episodes, logs),
     ]
     figures = ", ".join(sorted(path.name for path in out.glob("*.png")))
-    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+    print(
+        f"{out}/summary.json, report.html and figures: {figures}", *filter(None, problems), sep="\n"
+    )

@@ -25,14 +25,14 @@ def running_mean(values, window=5):
     return [mean_known(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def draw_training(logs, folder):
+def draw_training(logs, folder, form="png"):
     """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL
-    step. logs: {stage: its lines}"""
+    step. logs: {stage: its lines}; form: the end of the names, which says what is written"""
     supervised = {stage: lines for stage, lines in logs.items() if stage != "rl" and lines}
     if supervised:
-        draw_losses(supervised, Path(folder, "loss.png"))
+        draw_losses(supervised, Path(folder, f"loss.{form}"))
     if logs.get("rl"):
-        draw_rewards(logs["rl"], Path(folder, "reward.png"))
+        draw_rewards(logs["rl"], Path(folder, f"reward.{form}"))
 
 
 def draw_losses(logs, path):

@@ -169,16 +169,16 @@ def annotate(ax, text, place, offset, **style):
     ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
 
 
-def draw_policies(numbers, folder):
+def draw_policies(numbers, folder, form="png"):
     """score.png: solved against tokens and against cost, a line per policy over its settings of
     effort; effort.png: tokens by level, a line per setting; bench.png, where there is a bench: what
-    each policy knows of it"""
+    each policy knows of it. form: the end of the names, which says what is written"""
     policies = numbers["policies"]
-    draw_score(policies, numbers.get("careful"), Path(folder, "score.png"))
-    draw_effort(policies, numbers.get("careful"), Path(folder, "effort.png"))
+    draw_score(policies, numbers.get("careful"), Path(folder, f"score.{form}"))
+    draw_effort(policies, numbers.get("careful"), Path(folder, f"effort.{form}"))
     benches = {name: policy["bench"] for name, policy in policies.items() if "bench" in policy}
     if benches:
-        draw_bench(benches, Path(folder, "bench.png"))
+        draw_bench(benches, Path(folder, f"bench.{form}"))
 
 
 def draw_bench(benches, path):

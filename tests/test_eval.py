@@ -481,6 +481,7 @@ def run(tmp_path_factory):
             "yarn": 2.0,
             "window": 800,
             "trigger": 0.7,
+            "habits": "unavailable_tool",
             "length_penalty": "0.2",
             "temperature": 1.0,
             "summarize": True,
@@ -778,7 +779,7 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
     for words, levels in (
-        (("--levels=0,7", "--turns=2", "--effort=low,high"), "0 7"),
+        (("--levels=0,7", "--turns=2", "--effort=low,high", "--report"), "0 7"),
         ((), "0 1 11 13 2 3 4 5 8"),
     ):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
@@ -788,6 +789,9 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
         settings = {"low", "high"} if words else set()
         assert policy.get("settings", {}).keys() == settings
     assert asked == [2, 3]
+    # The report, of the first command alone, shows a task of each level.
+    page = (tmp_path / "report.html").read_text()
+    assert '"level": 7' in page and '"level": 1,' not in page and '"effort_asked": "high"' in page
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

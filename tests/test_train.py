@@ -1010,6 +1010,7 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         capsys.readouterr()
         train.main([*words, "--stage=eval", *(more or [])])
         texts.append(capsys.readouterr().out)
+    assert '"level": 0' in (tmp_path / "report.html").read_text()
     assert ["and figures" in text for text in texts] == [
         True,
         False,
@@ -1370,7 +1371,9 @@ def test_work_on_many_cores_is_the_work_of_one_in_the_same_order():
 
     # Few cores, or little to do: here.
     for items, cores in ((range(300), 2), (range(20), 4)):
-        assert {pid for _, pid in train.launch.compute_on_cores(function, items, cores)} == {os.getpid()}
+        assert {pid for _, pid in train.launch.compute_on_cores(function, items, cores)} == {
+            os.getpid()
+        }
     with pytest.raises(ValueError, match="no 777"):
         list(train.launch.compute_on_cores(function, range(700, 900), cores=4))
 
