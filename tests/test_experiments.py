@@ -34,10 +34,11 @@ from command import checkpoints, failures
 from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
-from experiments import effort, hacking, objective, retold, runner, sdft, summary, tables, tasks
-from experiments import teachers
+from experiments import effort, hacking, objective, opponents, retold, runner, sdft, summary
+from experiments import tables, tasks, teachers
 
 ROOT = Path(__file__).resolve().parent.parent
+BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 NAMES = sorted(listing.questions())
 RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"]
 
@@ -55,6 +56,8 @@ def recipe(monkeypatch):
         (train, "PROGRAM"),
         (rollout_module, "Limits"),
         (rollout_module, "grade"),
+        (rollout_module, "pack"),
+        (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
         (length_penalty, "Price"),
         (feedback_distill, "TEACHER"),
@@ -113,6 +116,87 @@ def segment_of(*parts):
         logprobs = -0.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None
         turns.append(Turn(role, list(range(n)), logprobs=logprobs))
     return Segment(turns)
+
+
+def flagged_rollouts(number=8):
+    """Demonstrations of a sloppy expert with calls to tools that do not exist -> (rollout, hints)"""
+    found = []
+    for seed in range(40):
+        task = synth_tasks.make_task(1, seed)
+        played = demonstrate(task, BYTES, random.Random(seed), Limits(2000), sloppy=2.0)
+        hints = feedback_distill.detect(played, opponents.RULES)
+        if hints:
+            found.append((played, hints))
+    assert len(found) >= number
+    return found[:number]
+
+
+def test_the_scalar_takes_its_price_for_each_flagged_turn_off_the_reward():
+    rewards = []
+    for played, hints in flagged_rollouts():
+        rollout_module.grade(played)
+        rewards.append(played.reward - opponents.BEHAVIOUR * len(hints))
+    opponents.scalar()
+    for (played, _), expected in zip(flagged_rollouts(), rewards):
+        rollout_module.grade(played)
+        assert played.reward == pytest.approx(expected)
+
+
+def test_the_constant_pushes_down_the_tokens_that_a_hint_speaks_about_and_no_other():
+    """With the weight of the distillation: --feedback / rollouts a token"""
+    opponents.constant()
+    stage = object.__new__(train.STAGE["rl"])
+    stage.run = SimpleNamespace(config=train.Config(feedback=0.0))
+    for played, hints in flagged_rollouts():
+        assert stage.find_hints(played) == hints
+        feedback_distill.attach_hints(BYTES, played, hints)
+        plain = pack(played.segments, [0.5] * len(played.segments))
+        pushed = rollout_module.pack(played.segments, [0.5] * len(played.segments))
+        difference = plain["advantage"] - pushed["advantage"]
+        for row, segment in enumerate(played.segments):
+            places = difference[row].nonzero()[:, 0].tolist()
+            tokens = [int(plain["targets"][row, place]) for place in places]
+            taught = [hint.turn[hint.first : hint.end] for hint in segment.hints]
+            assert tokens == [token for part in taught for token in part]
+            each = difference[row, places] / (128 * stage.loss_norm_length)
+            np.testing.assert_allclose(each, 0.15 / 128, rtol=1e-5)
+        assert torch.equal(plain["mask"], pushed["mask"])
+
+
+def test_steps_to_half_by_hand():
+    assert opponents.steps_to_half([0.4] * 5 + [0.0] * 5) == 8  # .4 .4 0 0 0 -> .16
+    assert opponents.steps_to_half([0.4] * 6) == 7
+
+
+def test_what_a_policy_would_call_is_the_product_of_its_probabilities_token_by_token():
+    model, tokenizer, _ = evaluation.load_policy(ROOT / "assets" / "sft")
+    task = synth_tasks.make_task(1, 3)
+    for seed in range(40):
+        played = demonstrate(task, tokenizer, random.Random(seed), Limits(2000), sloppy=2.0)
+        hints = feedback_distill.detect(played, opponents.RULES)
+        if hints:
+            break
+    hint = hints[0]
+    wrong, offered, no_call = opponents.call_choices(model, tokenizer, played, hint)
+    turns = played.segments[hint.segment].turns
+    name, *_ = [call.name for call in turns[hint.turn].calls if call.error == "unknown_tool"]
+    first, _ = tokenizer.find_call_name(turns[hint.turn], hint.call)
+    context = [token for turn in turns[: hint.turn] for token in turn.tokens]
+    context += turns[hint.turn].tokens[: turns[hint.turn].head + first]
+    call = tokenizer.id["<|call|>"]
+
+    def chain(tokens):
+        read, p = list(context), 1.0
+        for token in tokens:
+            p *= float(model.logits(model(torch.tensor([read])))[0, -1].softmax(-1)[token])
+            read.append(token)
+        return p
+
+    assert wrong == pytest.approx(chain([call, *tokenizer.encode(name)]), rel=1e-3)
+    each = [chain([call, *tokenizer.encode(tool)]) for tool in task.tools]
+    assert offered == pytest.approx(sum(each), rel=1e-3)
+    assert no_call == pytest.approx(1 - chain([call]), abs=1e-4)
+    assert wrong + offered + no_call < 1.001
 
 
 def test_with_hints_alone_there_is_no_policy_gradient():

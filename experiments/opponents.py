@@ -1,0 +1,136 @@
+"""opponents.py: Is a targeted hint better than telling the policy by its reward?
+
+The claim (cursor.com/blog/composer-2-5): a reward at the end of hundreds of thousands of tokens
+tells that something went wrong, and not where. So the opponents see the same rules and the same
+turns as the hint, and only what is made of them differs.
+
+    neither              no feedback at all
+    scalar               the reward of a rollout falls by BEHAVIOUR for each flagged turn
+    constant             a negative advantage on the flagged tokens alone, of the weight that the
+                         distillation has there: no teacher (arXiv 2608.31046 found it as good)
+    hint                 the default run
+    scalar and hint      both
+
+    python -m experiments.opponents
+    python -m experiments.opponents --levels=0 --curriculum=0 --out=out/short     # other lengths
+
+steps to half: the first step at which the mean of five is half of the first; one more than there
+were, if there is none. wrong, offered, no call: where the policy before RL has called a tool that
+does not exist, the probability, after RL, of calling that one, one of those offered, and nothing.
+
+Found: nothing yet, the arms have not been run.
+"""
+
+import math
+import sys
+
+import torch
+
+import eval
+import feedback_distill
+import rollout
+import train
+from command import checkpoints, learning_curves, step_log
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+RULES = ("unavailable_tool",)
+BEHAVIOUR = 0.2  # what a flagged turn costs of the reward
+
+
+# 1. The scalar: the same turns, told by the reward.
+def scalar():
+    plain = rollout.grade
+
+    def grade(played, price=rollout.FREE):
+        plain(played, price)
+        played.reward -= BEHAVIOUR * len(feedback_distill.detect(played, RULES))
+
+    rollout.grade = grade
+
+
+# 2. The constant: the same tokens, and no teacher.
+def constant():
+    # Divided by rollouts and Z as all advantages are, it weighs what --feedback weighs.
+    pack, size = rollout.pack, 0.15 * train.Reinforcement.loss_norm_length
+
+    def pack_and_push(segments, advantage, multiple=1):
+        batch = pack(segments, advantage, multiple)
+        for row, segment in enumerate(segments):
+            for hint in segment.hints:
+                # Token n of the turn is predicted at the place before it.
+                first = len(hint.above) + hint.first - 1
+                batch["advantage"][row, first : first + hint.num_targets] -= size
+        return batch
+
+    rollout.pack = pack_and_push
+    train.Reinforcement.find_hints = lambda self, played: feedback_distill.detect(played, RULES)
+
+
+# 3. What has become of the place where the wrong tool was called?
+def steps_to_half(values):
+    for i, mean in enumerate(learning_curves.running_mean(values)):
+        if i >= 4 and mean <= 0.5 * learning_curves.mean_known(values[:5]):
+            return i + 1
+    return len(values) + 1
+
+
+def choices(folder, policies):
+    """-> numbers of a run's end: see the head of this file"""
+    after = eval.load_policy(folder)
+    saved = checkpoints.load_extra(folder / "rl")
+    before = eval.load_policy(checkpoints.find_origin(saved))
+
+    # Calls to tools that do not exist, by the policy from which RL began, each in its context
+    tasks = eval.held_out(4, (0, 1, 2, 3))
+    found = []
+    for group in eval.play_tasks(*before, tasks, passes=1):
+        for played in group:
+            for hint in feedback_distill.detect(played, RULES):
+                found.append(call_choices(after[0], after[1], played, hint))
+    wrong, offered, no_call = torch.tensor(found).mean(0).tolist() if found else [math.nan] * 3
+    curve = [line["bad_tool"] for line in step_log.read_step_log(folder, "rl")]
+    return {
+        "steps to half": steps_to_half(curve),
+        "wrong": wrong,
+        "offered": offered,
+        "no call": no_call,
+    }
+
+
+@torch.no_grad()
+def call_choices(model, tokenizer, played, hint):
+    """-> probabilities (the wrong tool, one of those offered, no call at all) at the call that a
+    hint is about"""
+    segment = played.segments[hint.segment]
+    spliced = feedback_distill.splice(tokenizer, segment, hint)
+    context = spliced.above + spliced.turn[: spliced.first]
+
+    def probability(tokens):
+        logits = model.logits(model(torch.tensor([context + tokens]))[0])
+        logp = logits[len(context) - 1 : -1].log_softmax(-1)
+        return float(logp.gather(1, torch.tensor(tokens)[:, None]).sum().exp())
+
+    call = tokenizer.id["<|call|>"]
+    named = [[call, *tokenizer.encode(tool)] for tool in played.task.tools]
+    wrong = spliced.turn[spliced.first : spliced.end]
+    return probability(wrong), sum(map(probability, named)), 1 - probability([call])
+
+
+# 4. The arms
+EXPERIMENT = Experiment(
+    question="A hint at the turn, or a price in the reward",
+    curves=("bad_tool", "solved"),
+    arms={
+        "neither": Arm(("--feedback=0",)),
+        "scalar": Arm(("--feedback=0",), scalar),
+        "constant": Arm(("--feedback=0",), constant),
+        "hint": Arm(),
+        "scalar and hint": Arm((), scalar),
+    },
+    more=choices,
+    by_seed=("steps to half", "wrong tool", "solved", "moved", "wrong", "offered", "no call"),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.opponents", sys.argv[1:])
