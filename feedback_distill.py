@@ -33,6 +33,8 @@ Letters (README has them all): B rows of the trainer's batch, T their length, R 
 per hint), S their length, N targets (the tokens that the hints speak about), V vocabulary.
 
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
+    python feedback_distill.py --ask=out/run/transcripts.jsonl --rules=code_style
+                                  which turns of a run would this rule flag?
 """
 
 import itertools
@@ -838,10 +840,44 @@ def demo():
     )
 
 
-def main(argv):
-    from demos.demonstration import run_demo
+def ask_rules(path, names):
+    """Prints what these rules say of the rollouts of a transcripts.jsonl"""
+    from command.transcripts import read_rollouts
 
-    run_demo("feedback_distill.py", "A hint cures a tiny model.", demo, argv)
+    rollouts, counts = read_rollouts(path), dict.fromkeys(names, 0)
+    for line, rollout in rollouts:
+        for hint in detect(rollout, names):
+            counts[hint.kind] += 1
+            turn = rollout.segments[hint.segment].turns[hint.turn]
+            called = [f"{call.name}({', '.join(map(repr, call.args))})" for call in turn.calls]
+            print(f"line {line + hint.segment}  {hint.kind}  {hint.text}")
+            print(f"    {ascii(turn.text)[:80]} {ascii(' '.join(called))[1:-1][:160]}")
+    told = ", ".join(f"{name} {number}" for name, number in counts.items())
+    print(f"{len(rollouts)} rollouts; turns that are flagged: {told}")
+
+
+def main(argv):
+    from command.flags import make_parser, usage_error
+    from demos.demonstration import draw_or_refuse
+
+    parser = make_parser("feedback_distill.py", "A hint cures a tiny model; or what rules say.")
+    about = "a transcripts.jsonl: which of its turns would the rules flag?"
+    parser.add_argument("--ask", metavar="FILE", help=about)
+    about = f"with --ask: which rules, with commas, of {', '.join(RULES)} (default: all)"
+    parser.add_argument("--rules", default=",".join(RULES), help=about)
+    given = parser.parse_args(argv)
+    if given.ask is None:
+        return draw_or_refuse("feedback_distill.py", demo)
+
+    # A rule that is not there, or a file that is none, is one line.
+    names = given.rules.split(",")
+    unknown = [name for name in names if name not in RULES]
+    if unknown:
+        parser.error(f"--rules={unknown[0]}: no such rule; there are {', '.join(RULES)}")
+    try:
+        ask_rules(given.ask, names)
+    except ValueError as error:
+        usage_error(str(error), "feedback_distill.py")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ class Compaction:
 
     def turns_after_summary(self, tokenizer, rollout, summary):
         """The turns that a new segment starts from: the task, and the condensed context behind the
-        number of summaries so far. summary: the turn that was sampled"""
+        number of summaries so far. summary: the turn that was sampled, the last one of the segment
+        rollout.segments[-1], which stands complete: [task, (summary,) turns ..., query, summary]"""
         body = summary.tokens[summary.head :]
         carried = tokenizer.encode(f"{len(rollout.segments)}\n")
         carried += condensed_context(tokenizer, body, self.window // 4)

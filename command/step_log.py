@@ -72,7 +72,8 @@ def progress_bar(run, step):
     )
 
 
-# {key of the log: its format on the screen}, from left to right; other keys are in the file alone
+# {key of the log: its format on the screen}, from left to right; other keys are in the file alone. A
+# number that a stage puts into its log gets its column here.
 COLUMNS = {
     "loss": "{:7.4f}",
     "reward": "{:6.3f}",
@@ -82,6 +83,7 @@ COLUMNS = {
     "turns": "{:5.2f}",
     "feedback_kl": "{:7.4f}",
     "held_out_loss": "{:7.4f}",
+    "mismatch": "{:6.4f}",
     "draft_kl": "{:7.4f}",
     "draft_accepted": "{:5.3f}",
     "names": "{:5.3f}",

@@ -8,6 +8,7 @@ which version of the policy, and what was flagged in it.
 
     describe_rollout(rollout, tokenizer)    -> a dict per segment
     write_transcripts(path, step, lines)    a step that comes again replaces what it held
+    read_rollouts(path)                     what a rule of feedback_distill.py can be asked about
 
 It stands apart from rollout.py because nothing of it is sampled or learnt. Left out: token ids,
 since who wants to train again samples again; and the terminal, for which demos/transcript_view.py
@@ -15,6 +16,8 @@ is there.
 """
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 from command.step_log import keep_lines
 from world.tools import name_arguments
@@ -64,7 +67,13 @@ def describe_call(call, call_id):
     """A call in the chat form"""
     arguments = name_arguments(call.name, call.args) if call.given is None else call.given
     function = {"name": call.name, "arguments": json.dumps(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
+    entry = {"id": call_id, "type": "function", "function": function}
+    # Why it was refused, and that the context does not show its whole answer
+    if call.error:
+        entry["error"] = call.error
+    if call.cut:
+        entry["cut"] = True
+    return entry
 
 
 def describe_rollout(rollout, tokenizer, flags=None, **about):
@@ -84,6 +93,8 @@ def describe_rollout(rollout, tokenizer, flags=None, **about):
             **about,
             "task": rollout.task.instance_id,
             "level": rollout.task.level,
+            "tools": list(rollout.task.tools),
+            "test_command": rollout.task.test_command,
             "segment": e + 1,
             "segments": len(rollout.segments),
             "reward": rollout.reward,
@@ -104,3 +115,49 @@ def write_transcripts(path, step, lines):
     keep_lines(path, step - 1)
     with open(path, "a") as file:
         file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+
+
+def read_rollouts(path):
+    """-> [(number of its first line, rollout)]. A rollout has what rules ask for: the task's tools
+    and test command, its end, and per turn role, text and calls. ValueError: in one line why not"""
+    rollouts = []
+    try:
+        for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            line = json.loads(text)
+            if line["segment"] == 1:
+                task = SimpleNamespace(
+                    tools=tuple(line["tools"]), test_command=line["test_command"], meta={}
+                )
+                played = SimpleNamespace(task=task, segments=[], finished=line["finished"])
+                rollouts.append((number, played))
+            rollouts[-1][1].segments.append(SimpleNamespace(turns=read_turns(line["messages"])))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(
+            f"{path}: line {number} is of no transcripts.jsonl of this version"
+        ) from None
+    return rollouts
+
+
+def read_turns(messages):
+    """The messages of a segment as turns"""
+    turns, waiting = [], {}  # {id: a call whose output comes later}
+    for message in messages:
+        calls = []
+        for entry in message.get("tool_calls", ()):
+            arguments = json.loads(entry["function"]["arguments"])
+            call = SimpleNamespace(
+                name=entry["function"]["name"],
+                args=list(arguments.values()),
+                output="",
+                error=entry.get("error", ""),
+                cut=entry.get("cut", False),
+            )
+            calls.append(call)
+            waiting[entry["id"]] = call
+        if message.get("tool_call_id") in waiting:
+            waiting.pop(message["tool_call_id"]).output = message["content"]
+        role = message.get("name", message["role"])
+        turns.append(SimpleNamespace(role=role, text=message["content"] or "", calls=calls))
+    return turns

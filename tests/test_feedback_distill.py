@@ -3,6 +3,7 @@ torch, the teacher."""
 
 import copy
 import math
+import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,13 @@ import torch.nn.functional as F
 from commands import run_command
 
 import feedback_distill as fd
-from command import checkpoints
+from command import checkpoints, transcripts
 from moe import Model, ModelConfig
-from rollout import Tokenizer
+from refusals import refuse
+from rollout import Limits, Tokenizer, grade, play_moves
+from summarize import Compaction
+from synth_tasks import make_task
+from world.expert import expert
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, ASSISTANT, TOOL, QUERY, HINT, END = range(6)
@@ -788,3 +793,44 @@ def test_a_call_without_arguments_that_is_made_again_is_named_by_its_tool():
     assert (hint.turn, hint.text) == (3, "Reminder: lint is already above.")
     # After an edit it may say something new.
     assert not fd.detect(rollout([*do(lint), *do(EDIT), *do(lint), BYE]), ["repetition"])
+
+
+# ---------------------------------------------------------------- what rules say of a file
+
+
+def test_rules_say_of_a_file_what_they_say_of_the_rollouts_in_it(tmp_path, capsys):
+    """Sloppy demonstrations with every kind of flaw, with summaries between"""
+    compact, found, flaws = Compaction(1500, 700), [], set()
+    lines = []
+    for seed in range(30):
+        task = make_task(5, seed)
+        moves = expert(task, random.Random(seed), sloppy=2.0, untidy=True)
+        played = play_moves(task, BYTES, moves, Limits(1500), compact)
+        grade(played)
+        hints = fd.detect(played)
+        found += [(hint.kind, hint.text) for hint in hints]
+        flaws |= {hint.kind for hint in hints}
+        lines += transcripts.describe_rollout(played, BYTES)
+    assert len(flaws) > 3 and len(lines) > 30
+
+    transcripts.write_transcripts(tmp_path / "t.jsonl", 1, lines)
+    fd.main([f"--ask={tmp_path}/t.jsonl"])
+    *said, total = capsys.readouterr().out.splitlines()
+    assert [tuple(line.split("  ")[1:]) for line in said[::2]] == found
+    assert (
+        total.startswith("30 rollouts") and f"repetition {found_of('repetition', found)}" in total
+    )
+
+    # One rule alone; a rule that is not there, and a file that is none.
+    fd.main([f"--ask={tmp_path}/t.jsonl", "--rules=unavailable_tool"])
+    *said, total = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 * found_of("unavailable_tool", found) and "repetition" not in total
+    path = tmp_path / "t.jsonl"
+    assert "no such rule" in refuse(fd.main, [f"--ask={path}", "--rules=taste"], capsys)
+    assert "cannot be read" in refuse(fd.main, [f"--ask={tmp_path}/none"], capsys)
+    path.write_text("{}\n")
+    assert "line 1" in refuse(fd.main, [f"--ask={path}"], capsys)
+
+
+def found_of(kind, found):
+    return sum(name == kind for name, _ in found)
