@@ -840,11 +840,9 @@ def demo():
     )
 
 
-def ask_rules(path, names):
-    """Prints what these rules say of the rollouts of a transcripts.jsonl"""
-    from command.transcripts import read_rollouts
-
-    rollouts, counts = read_rollouts(path), dict.fromkeys(names, 0)
+def ask_rules(rollouts, names):
+    """Prints what these rules say. rollouts: [(number of its line in a file, rollout)]"""
+    counts = dict.fromkeys(names, 0)
     for line, rollout in rollouts:
         for hint in detect(rollout, names):
             counts[hint.kind] += 1
@@ -858,6 +856,7 @@ def ask_rules(path, names):
 
 def main(argv):
     from command.flags import make_parser, usage_error
+    from command.transcripts import read_rollouts
     from demos.demonstration import draw_or_refuse
 
     parser = make_parser("feedback_distill.py", "A hint cures a tiny model; or what rules say.")
@@ -875,7 +874,7 @@ def main(argv):
     if unknown:
         parser.error(f"--rules={unknown[0]}: no such rule; there are {', '.join(RULES)}")
     try:
-        ask_rules(given.ask, names)
+        ask_rules(read_rollouts(given.ask), names)
     except ValueError as error:
         usage_error(str(error), "feedback_distill.py")
 

@@ -1,8 +1,9 @@
 """command/assets.py: the policies of the default run, small enough to lie in the repository.
 
     python -m command.assets out/run    out/run/sft and out/run/rl -> assets/sft, assets/rl
+                                        its figures and report.html -> assets
 
-A folder holds the weights as the sampler holds them (matrices in bf16, so it samples the same
+A folder of a policy holds the weights as the sampler holds them (matrices in bf16, so it samples the same
 tokens), configuration, tokenizer, and the commit that the run was made at. It has no optimizer: a
 stage can start from it, and none can go on with it.
 
@@ -25,6 +26,7 @@ usage_error = partial(flags.usage_error, program="command.assets")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # What is kept of what a checkpoint says of itself
 KEPT = "config", "model", "tokenizer", "step", "patch"
+PAGES = "report.html", "score.png", "effort.png", "bench.png", "reward.png"
 
 
 def keep_policy(source, target, commit):
@@ -42,13 +44,16 @@ def main(argv):
     run = Path(argv[0])
     try:
         commit = json.loads((run / "summary.json").read_text())["commit"]
-        # Both are read before one is replaced.
+        # All is read before any of it is replaced.
         for stage in ("sft", "rl"):
             checkpoints.load_model(run / stage)
+        pages = {name: (run / name).read_bytes() for name in PAGES}
         for stage in ("sft", "rl"):
             keep_policy(run / stage, ASSETS / stage, commit)
             size = sum(path.stat().st_size for path in (ASSETS / stage).iterdir())
             print(f"{ASSETS / stage}: {size / 1e6:.1f} MB, of commit {commit}")
+        for name, page in pages.items():
+            (ASSETS / name).write_bytes(page)
     except (OSError, ValueError, KeyError) as error:
         reason = getattr(error, "strerror", None) or error
         usage_error(f"{run} is no finished run: {reason}")

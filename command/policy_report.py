@@ -260,10 +260,12 @@ def draw_score(policies, careful, path):
         left.errorbar(tokens, solved, up, across, fmt="o-", capsize=2, label=label)
         cost = [1000 * row["cost"] for row in rows]
         right.errorbar(cost, solved, up, fmt="o-", capsize=2, label=label)
-        # Each point has the name of its setting below it.
-        for setting, row, dollars in zip(settings, rows, cost):
-            annotate(left, setting, (row["tokens"], row["solved"]), (5, -11), fontsize=8)
-            annotate(right, setting, (dollars, row["solved"]), (5, -11), fontsize=8)
+        # Each point has the name of its setting below it; the last one, which may lie beside the
+        # one before it, above.
+        for i, (setting, row, dollars) in enumerate(zip(settings, rows, cost), 1):
+            offset = (5, 6) if i == len(rows) else (5, -11)
+            annotate(left, setting, (row["tokens"], row["solved"]), offset, fontsize=8)
+            annotate(right, setting, (dollars, row["solved"]), offset, fontsize=8)
     if careful:
         row = careful["overall"]
         left.plot(row["tokens"], row["solved"], "k*", markersize=12, label="careful expert")
