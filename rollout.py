@@ -29,8 +29,8 @@ arguments; no text encodes to one, so no tool output can forge a call.
 Letters (README has them all): B rows, T tokens of a row, V vocabulary, G rollouts per group, Z the
 length constant, L MoE layers, K experts per token.
 
-    python rollout.py [--effort=high]     the trained policy of assets/rl at work on a task, with its
-                                          masks, and the rewards and advantages of its group
+    python rollout.py [--effort=high]     the trained policy of assets/rl at work on a task, with
+                                          its masks, and rewards and advantages of its group
     python rollout.py --replay=out/run/transcripts.jsonl      a conversation of a run, in colour
 """
 
@@ -999,10 +999,9 @@ def demo(effort):
     gains = advantages([rollout.reward for rollout in group])
     for number, (rollout, gain) in enumerate(zip(group, gains), 1):
         sampled = sum(flatten(segment)[1].sum() for segment in rollout.segments)
-        print(
-            f"rollout {number} {'yes' if rollout.solved else 'no':>6} "
-            f"{rollout.stats['effort']:>7.1f} {int(sampled):>15} {rollout.reward:>7.2f} {gain:>+10.2f}"
-        )
+        solved, effort = "yes" if rollout.solved else "no", rollout.stats["effort"]
+        row = f"{solved:>6} {effort:>7.1f} {sampled:>15} {rollout.reward:>7.2f} {gain:>+10.2f}"
+        print(f"rollout {number} {row}")
     draw_kl_variances(*kl_variances(), "out/rollout.png")
     print("\nWhat the estimates of the KL penalty cost in variance: out/rollout.png")
 

@@ -3,9 +3,9 @@
     python -m command.assets out/run    out/run/sft and out/run/rl -> assets/sft, assets/rl
                                         its figures and report.html -> assets
 
-A folder of a policy holds the weights as the sampler holds them (matrices in bf16, so it samples the same
-tokens), configuration, tokenizer, and the commit that the run was made at. It has no optimizer: a
-stage can start from it, and none can go on with it.
+A folder of a policy holds the weights as the sampler holds them (matrices in bf16, so it samples
+the same tokens), configuration, tokenizer, and the commit that the run was made at. It has no
+optimizer: a stage can start from it, and none can go on with it.
 
     python rollout.py                                         the trained agent at work
     python eval.py assets/sft assets/rl                       the README's table

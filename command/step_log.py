@@ -72,8 +72,8 @@ def progress_bar(run, step):
     )
 
 
-# {key of the log: its format on the screen}, from left to right; other keys are in the file alone. A
-# number that a stage puts into its log gets its column here.
+# {key of the log: its format on the screen}, from left to right; other keys are in the file alone.
+# A number that a stage puts into its log gets its column here.
 COLUMNS = {
     "loss": "{:7.4f}",
     "reward": "{:6.3f}",

@@ -2,8 +2,8 @@
 
 A step of speculative decoding feeds 1 + `draft` tokens of each row, whatever the drafts were worth
 so far. Inside a line that is copied a draft is right for long. Where something new is written it is
-wrong from the first token on, and the others are fed for nothing. Let each `Row` have a `reach`, the length of its next draft, which
-begins at 1. Write
+wrong from the first token on, and the others are fed for nothing. Let each `Row` have a `reach`,
+the length of its next draft, which begins at 1. Write
 
     next_reach(reach, proposed, accepted, most)
 

@@ -1,7 +1,7 @@
 """2. A price that grows as the logarithm.   length_penalty.py, `Price`   one line
 
-C(x) has two knobs. At q = 1 it is ln(1 + k x) / k: the first unit costs as before, and a doubling of
-effort costs the same wherever it happens.
+C(x) has two knobs. At q = 1 it is ln(1 + k x) / k: the first unit costs as before, and a doubling
+of effort costs the same wherever it happens.
 
 Change the default of q.
 

@@ -1,4 +1,4 @@
-"""7. One more kind of task.   world/kinds/parameter.py, synth_tasks.py   90 lines
+"""7. One more kind of task.   a class in world/kinds/, synth_tasks.py   90 lines
 
 Kinds are put back, repair, rename, extend. Add one: a function gets a parameter k in the place of
 the constant of its first step, and the constant becomes the default. Before and after:

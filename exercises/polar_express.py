@@ -1,8 +1,8 @@
 """4. Polar Express.   muon.py, `newton_schulz`   ten lines
 
-Newton-Schulz applies one polynomial five times. Polar Express (Amsel et al., arXiv 2505.16932) takes
-another one in each step, the best for where the singular values are by then: the first steps lift
-the small ones fast, the last ones bring all of them close to 1.
+Newton-Schulz applies one polynomial five times. Polar Express (Amsel et al., arXiv 2505.16932)
+takes another one in each step, the best for where the singular values are by then: the first steps
+lift the small ones fast, the last ones bring all of them close to 1.
 
 Let `COEFFICIENTS` be a list of (a, b, c), one for each step (the last one again for more steps).
 

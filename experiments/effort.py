@@ -19,8 +19,8 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
     python -m experiments.runner --arm=experiments.effort:by_what_it_did -- --stage=sft \\
         --start_from=out/base-1337 --out=out/by_what
 
-Found: asked for low effort the default run takes .59 and .56 of the tokens of high effort and solves
-.65 and .63 in the place of .92 (seeds 1337 and 1). Far budget: .60 and .89. With it, seed 1337, by
+Found: asked for low effort the default run takes .59 and .56 of the tokens of high effort and has
+.65 and .63 solved in the place of .92 (seeds 1337 and 1). Far budget: .60 and .89. With it, seed 1337, by
 what it did: .71; RL alone finds no dial (.95), and never told solves more at every setting (.94).
 The other arms have not been run.
 """

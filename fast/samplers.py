@@ -1,4 +1,4 @@
-"""fast/samplers.py: a sampler with a model of its own, for weights to be loaded into: the plain one,
+"""fast/samplers.py: a sampler with a model of its own, into which weights are loaded: the plain one,
 or its twin for this device."""
 
 import torch
