@@ -23,7 +23,7 @@ def test_a_rare_success_is_as_loud_as_a_common_one():
     rare = rollout.advantages([1, 0, 0, 0, 0, 0, 0, 0])
     common = rollout.advantages([1, 1, 1, 1, 0, 0, 0, 0])
     np.testing.assert_allclose([rare.mean(), common.mean()], 0, atol=1e-12)
-    np.testing.assert_allclose([rare.std(), common.std()], 1)
+    np.testing.assert_allclose([rare.std(), common.std()], 1, rtol=1e-3)
 
 
 def test_equal_rewards_teach_nothing():

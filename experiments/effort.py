@@ -14,6 +14,8 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
     linear             one price, linear, as dear as .4 at an effort of 15
     far budget         (by hand, from the default's SFT) the price rises up to an effort of 80
     failures pay       .03 C(x) off every rollout, and the budget's price where it was cut short
+    digits             (by hand, with an SFT of its own) 1, 5 and 9 in the place of the words; the
+                       evaluation also asks for 3 and 7
 
     python -m experiments.effort
     python -m experiments.runner --arm=experiments.effort:by_what_it_did -- --stage=sft \\
@@ -38,6 +40,7 @@ import rollout
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
+from world import expert
 
 
 # 1. A policy that never saw the labels is asked with them: one point, three times.
@@ -78,7 +81,22 @@ def thirds(values):
     return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values)
 
 
-# 3. Another price. Its weight is a flag.
+# 3. A digit in the place of a word. Three of them are trained, and two more are asked for.
+DIGITS = {"1": "low", "5": "medium", "9": "high"}
+
+
+def digits():
+    length_penalty.SETTINGS = "1", "3", "5", "7", "9"
+    weights = map(float, length_penalty.WEIGHTS.split(","))
+    trained = dict(zip(DIGITS, weights))
+    length_penalty.read_weights = lambda text: trained
+    eval.settings_of = lambda config: length_penalty.SETTINGS
+    # The expert heeds a digit as it heeds the word.
+    for digit, word in DIGITS.items():
+        expert.THOROUGH[digit] = expert.THOROUGH[word]
+
+
+# 4. Another price. Its weight is a flag.
 @dataclass(frozen=True)
 class LinearPrice(length_penalty.Price):
     q: float = 0.0
@@ -93,7 +111,7 @@ def far_budget():
     length_penalty.NEAR = 1.0
 
 
-# 4. Another reward: failures pay for their effort, too.
+# 5. Another reward: failures pay for their effort, too.
 def failures_pay():
     plain = rollout.grade
 
@@ -105,7 +123,7 @@ def failures_pay():
     rollout.grade = grade
 
 
-# 5. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
+# 6. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
 def by_setting(folder, policies):
     found = {}
     for setting in length_penalty.SETTINGS:
@@ -116,7 +134,7 @@ def by_setting(folder, policies):
     return found
 
 
-# 6. The arms. The flag is one weight, or three for the settings.
+# 7. The arms. The flag is one weight, or three for the settings.
 EXPERIMENT = Experiment(
     question="One policy, three settings of effort",
     curves=("sampled", "solved"),

@@ -37,6 +37,8 @@ from experiments import __main__ as listing
 from experiments import effort, hacking, objective, opponents, retold, runner, sdft, summary
 from experiments import tables, tasks, teachers
 
+from world import expert
+
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 NAMES = sorted(listing.questions())
@@ -60,6 +62,8 @@ def recipe(monkeypatch):
         (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
         (length_penalty, "Price"),
+        (length_penalty, "SETTINGS"),
+        (length_penalty, "read_weights"),
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
         (summarize, "Compaction"),
@@ -67,6 +71,7 @@ def recipe(monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setitem(train.STAGE, "rl", train.STAGE["rl"])
+    monkeypatch.setattr(expert, "THOROUGH", dict(expert.THOROUGH))
 
 
 def stage_of(patch, **config):
@@ -116,6 +121,27 @@ def segment_of(*parts):
         logprobs = -0.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None
         turns.append(Turn(role, list(range(n)), logprobs=logprobs))
     return Segment(turns)
+
+
+def test_digits_are_trained_at_three_prices_and_asked_for_at_five(run):
+    """The expert heeds a digit as it heeds the word, to the token; digits between are no setting of
+    training."""
+    config = train.Config(length_penalty=length_penalty.WEIGHTS)
+    task = synth_tasks.make_task(4, 3)
+
+    def demonstrate_at(setting):
+        asked = length_penalty.ask_for(task, setting)
+        played = demonstrate(asked, BYTES, random.Random(0), Limits(2000), sloppy=1.0)
+        return [turn.tokens for turn in played.turns[1:]]
+
+    words = {word: demonstrate_at(word) for word in length_penalty.SETTINGS}
+    effort.digits()
+    assert train.settings(config) == ("1", "5", "9")
+    assert list(length_penalty.read_weights("").values()) == [0.9, 0.4, 0.0]
+    assert evaluation.settings_of({}) == ("1", "3", "5", "7", "9")
+    for digit, word in effort.DIGITS.items():
+        assert demonstrate_at(digit) == words[word]
+    assert words["low"] != words["high"]
 
 
 def flagged_rollouts(number=8):
