@@ -34,16 +34,21 @@ class EmptyHint(train.Reinforcement):
         return [replace(hint, text="") for hint in super().find_hints(rollout)]
 
 
+def name_wrong_tools(rollout, hints):
+    """The hints on a rollout, which now say that the tools that were called are there, all of
+    them"""
+    wrong = []
+    for hint in hints:
+        turn = rollout.segments[hint.segment].turns[hint.turn]
+        tools = dict.fromkeys([*rollout.task.tools, *(call.name for call in turn.calls)])
+        text = f"Reminder: Available tools: {', '.join(tools)}."
+        wrong.append(replace(hint, text=text))
+    return wrong
+
+
 class WrongHint(train.Reinforcement):
     def find_hints(self, rollout):
-        """That the tools which were called are there, all of them"""
-        hints = []
-        for hint in super().find_hints(rollout):
-            turn = rollout.segments[hint.segment].turns[hint.turn]
-            tools = dict.fromkeys([*rollout.task.tools, *(call.name for call in turn.calls)])
-            text = f"Reminder: Available tools: {', '.join(tools)}."
-            hints.append(replace(hint, text=text))
-        return hints
+        return name_wrong_tools(rollout, super().find_hints(rollout))
 
 
 # 2. The patches. Who teaches, and by which divergence, are constants of the recipe: each is changed

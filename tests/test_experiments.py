@@ -34,10 +34,11 @@ from command import checkpoints, failures
 from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
-from experiments import effort, hacking, objective, opponents, retold, runner, sdft, summary
-from experiments import tables, tasks, teachers
+from experiments import contexts, effort, hacking, objective, opponents, retold, runner, sdft
+from experiments import summary, tables, tasks, teachers
 
 from world import expert
+from world.task import Action
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -187,6 +188,100 @@ def test_the_constant_pushes_down_the_tokens_that_a_hint_speaks_about_and_no_oth
             each = difference[row, places] / (128 * stage.loss_norm_length)
             np.testing.assert_allclose(each, 0.15 / 128, rtol=1e-5)
         assert torch.equal(plain["mask"], pushed["mask"])
+
+
+def group_with_a_wrong_edit():
+    """Two rollouts of one task: the expert's, judged as solved, and one with a wrong constant, which
+    tests afterwards and is told so -> (the wrong one, group, name of its first target)"""
+    task = synth_tasks.make_task(3, 4)
+    moves = expert.expert(task, random.Random(1), 0.0)
+    right = rollout_module.play_moves(task, BYTES, moves, Limits(4000))
+    right.solved = True
+    first = contexts.targets_of(right)[0]
+
+    def play_wrong():
+        text = first.code().replace("return ", "return 7 + ")
+        yield Action("", [("edit_file", (f"{first.module}.py", "", text))])
+        yield Action("", [("run_command", (task.test_command,))])
+        yield Action("Put back.")
+
+    wrong = rollout_module.play_moves(task, BYTES, play_wrong(), Limits(4000))
+    return wrong, [right, wrong], first
+
+
+def test_each_context_says_what_its_head_says_above_the_turn_that_was_wrong():
+    wrong, group, first = group_with_a_wrong_edit()
+    (edit,) = contexts.wrong_edits(wrong)
+    assert edit[:3] == (0, 1, 0) and edit[3] == first
+    said = {one.__name__: one(wrong, group) for one in contexts.CONTEXTS}
+
+    # Above the edit: the line of the docs, the line of the tests, the expert's text.
+    docs = wrong.task.files["docs.md"].split("\n")
+    (spec,), (failing,), (sibling,) = (
+        said[name] for name in ("specification", "failing_test", "solved_sibling")
+    )
+    assert f"{first.module}.{spec.text}" in docs
+    outputs = [call.output for turn in wrong.turns for call in turn.calls]
+    assert failing.text in outputs[1].split("\n") and first.name in failing.text
+    assert sibling.text.strip() == first.code().strip()
+    assert {(hint.segment, hint.turn) for hint in (spec, failing, sibling)} == {(0, 1)}
+
+    # Above each of its turns: all that the expert writes. The rules have nothing to say here.
+    assert [hint.turn for hint in said["demonstration"]] == [1, 3, 5]
+    codes = [target.code() for target in contexts.targets_of(wrong)]
+    assert said["demonstration"][0].text == "".join(codes)
+    assert said["rule"] == said["wrong_sentence"] == said["no_words"] == []
+    # Of a solved rollout nothing is wrong, and a group without one has no sibling to read.
+    assert not contexts.wrong_edits(group[0]) and not contexts.demonstration(group[0], group)
+    assert not contexts.solved_sibling(wrong, [wrong])
+
+
+def test_a_context_gets_into_training_with_its_group():
+    wrong, group, _ = group_with_a_wrong_edit()
+    for one in group:
+        rollout_module.grade(one)
+    contexts.read_solved_sibling()
+    stage = object.__new__(train.STAGE["rl"])
+    stage.run = SimpleNamespace(config=train.Config(), tokenizer=BYTES)
+    group[0].solved = True
+    items = stage.weigh_segments([group])
+    (spliced,) = [hint for segment, _ in items for hint in segment.hints]
+    assert spliced.turn == wrong.turns[1].tokens and spliced.hint_ids
+    assert runner.Arm((), contexts.read_solved_sibling).patch_name.endswith("read_solved_sibling")
+
+
+def test_the_gap_of_a_context_is_the_difference_of_two_forwards():
+    """Token by token, from the plain model on whole contexts"""
+    model, tokenizer, _ = evaluation.load_policy(ROOT / "assets" / "sft")
+    task = synth_tasks.make_task(0, 4)
+    (first,) = contexts.targets_of(SimpleNamespace(task=task))
+    text = first.code().replace("return ", "return 7 + ")
+
+    def play_wrong():
+        yield Action("", [("edit_file", (f"{first.module}.py", "", text))])
+        yield Action("Put back.")
+
+    played = rollout_module.play_moves(task, tokenizer, play_wrong(), Limits(512))
+    (hint,) = contexts.specification(played, [played])
+    tokens, kl, sampled, of_right, right = contexts.measure_gap(model, tokenizer, played, hint)
+
+    user, turn = played.turns[:2]
+    said = feedback_distill.hint_turn(tokenizer, hint.text, turn).tokens
+    body = turn.tokens[turn.head :]
+    place = tokenizer.find_written_character(turn, 0, 0)[0]
+    code = tokenizer.encode(first.code())
+
+    def logp(context, target):
+        logits = model.logits(model(torch.tensor([context + target]))[0])
+        chosen = logits[len(context) - 1 : -1].log_softmax(-1)
+        return chosen, float(chosen.gather(1, torch.tensor(target)[:, None]).sum())
+
+    contexts_of = [above + turn.tokens[: turn.head] for above in (user.tokens, user.tokens + said)]
+    (student, plain), (teacher, under) = (logp(context, body) for context in contexts_of)
+    assert tokens == len(body) and sampled == pytest.approx(under - plain, abs=1e-3)
+    assert kl == pytest.approx(float((student.exp() * (student - teacher)).sum()), abs=1e-3)
+    without, with_it = (logp(context + body[:place], code)[1] for context in contexts_of)
+    assert of_right == len(code) and right == pytest.approx(with_it - without, abs=1e-3)
 
 
 def test_steps_to_half_by_hand():
