@@ -37,7 +37,7 @@ def draw_training(logs, folder, form="png"):
 
 def draw_losses(logs, path):
     """The losses of all stages on one axis of steps. logs: {stage: its lines}"""
-    figure, ax = drawing.make_axes("Loss of the supervised stages", "step", "nats per token")
+    figure, ax = drawing.make_axes("What have the supervised stages learned?", "step", "nats per token")
     # Each stage begins where the one before it has ended.
     start = 0
     for stage, lines in logs.items():
@@ -52,7 +52,7 @@ def draw_losses(logs, path):
 def draw_rewards(lines, path):
     """What RL did, step by step, and on how hard tasks"""
     figure, ax = drawing.make_axes(
-        "Reinforcement learning", "RL step", "training rollouts, mean of five steps"
+        "What does RL change?", "RL step", "training rollouts, mean of five steps"
     )
     # Shares and rewards, all from about 0 to 1. {key of the log: label}
     steps = [line["step"] for line in lines]
