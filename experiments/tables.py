@@ -76,6 +76,7 @@ def read_outcome(folder, experiment):
     result = {"curves": curves, "end": end}
     if experiment.by_level:
         result["levels"] = numbers_by_level(after, experiment.by_level)
+        result["level_names"] = list(after["levels"])
         if before:
             result["began"] = numbers_by_level(before, experiment.by_level)
     return result
@@ -190,6 +191,7 @@ def draw_curves(experiment, results, path):
             arm = next(iter(results))
             before = np.mean([run["began"][name] for run in results[arm]], 0)
             panel.plot(range(len(before)), before, "k--", label=f"{arm}, before")
+        panel.set_xticks(range(len(first["level_names"])), first["level_names"])
         panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
 
     # One legend: the colours are the same in all panels.
