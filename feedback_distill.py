@@ -17,7 +17,8 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
     reverse   sum e^s (s - t)                forward   sum e^t (t - s)
     JSD       (KL(s | m) + KL(t | m)) / 2,   m = log((e^s + e^t) / 2)
     loss      sum of these over the N tokens that hints speak about / max(N, number of rollouts), so
-              that a few last hints do not outweigh the reward
+              that a few last hints do not outweigh the reward. Student and teacher at temperature
+              1, whatever the rollouts were sampled at
 
 The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
 its own (splice -> Splice, in the list segment.hints), the contexts of a batch are packed

@@ -7,6 +7,8 @@ divergence, and does it matter what the hint says? 20 steps of RL.
     reward alone                        no feedback
     EMA, reverse KL                     the default
     current, frozen                     other teachers
+    whole turn                          a KL on all that was sampled of the flagged turn
+    as stated                           both: the current policy under the hint, and the whole turn
     forward KL, JSD                     other divergences
     empty hint                          a placebo: the teacher reads a hint without words
     wrong hint                          a placebo: it names the tools that are not there as there
@@ -46,6 +48,12 @@ def name_wrong_tools(rollout, hints):
     return wrong
 
 
+class WholeTurn(train.Reinforcement):
+    def find_hints(self, rollout):
+        """On all that was sampled of the turn, and not on the call and its name alone"""
+        return [replace(hint, call=None, character=None) for hint in super().find_hints(rollout)]
+
+
 class WrongHint(train.Reinforcement):
     def find_hints(self, rollout):
         return name_wrong_tools(rollout, super().find_hints(rollout))
@@ -61,8 +69,17 @@ def wrong_hint():
     train.STAGE["rl"] = WrongHint
 
 
+def whole_turn():
+    train.STAGE["rl"] = WholeTurn
+
+
 def current_teacher():
     feedback_distill.TEACHER = "current"
+
+
+def as_stated():
+    current_teacher()
+    whole_turn()
 
 
 def frozen_teacher():
@@ -87,6 +104,8 @@ EXPERIMENT = Experiment(
         "EMA, reverse KL": Arm(SHORT),
         "current": Arm(SHORT, current_teacher),
         "frozen": Arm(SHORT, frozen_teacher),
+        "whole turn": Arm(SHORT, whole_turn),
+        "as stated": Arm(SHORT, as_stated),
         "forward KL": Arm(SHORT, forward_kl),
         "JSD": Arm(SHORT, jensen_shannon),
         "empty hint": Arm(SHORT, empty_hint),

@@ -431,6 +431,17 @@ def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
     assert said == [[f"{tools}."], [""], [f"{tools}, grep."]]
 
 
+def test_as_stated_the_current_policy_teaches_all_that_was_sampled_of_the_turn():
+    stage = stage_of(teachers.as_stated)
+    stage.run.tokenizer = BYTES
+    assert feedback_distill.TEACHER == "current"
+    for played, _ in flagged_rollouts():
+        feedback_distill.attach_hints(BYTES, played, stage.find_hints(played))
+        for hint in (hint for segment in played.segments for hint in segment.hints):
+            turn = next(turn for turn in played.turns if turn.tokens is hint.turn)
+            assert hint.turn[hint.first : hint.end] == turn.tokens[turn.head :]
+
+
 def test_the_reward_does_not_reach_the_tokens_of_summaries():
     parts = ("user", 2), ("assistant", 3), ("query", 2), ("assistant", 4)
     batch = pack([segment_of(*parts)], [2.0])
