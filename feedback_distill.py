@@ -50,6 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from muon import copy_tensors, to_local
 from rollout import Call, Rollout, Segment, Tokenizer, make_turn, pack, play_moves, policy_loss
 from world.expert import expert
 from world.task import HINTED, Action
@@ -623,34 +624,39 @@ class Teacher:
     def update(self):
         """Once per optimizer step, after it."""
         if self.kind == "ema":
-            for name, tensor in self.named_tensors():
-                average = self.weights[name]
-                student = tensor.detach().to(average.dtype)
-                average.mul_(1 - TEACHER_RATE).add_(student, alpha=TEACHER_RATE)
+            tensors = dict(self.named_tensors())
+            averages = [to_local(average) for average in self.weights.values()]
+            students = [
+                to_local(tensors[name].detach()).to(average.dtype)
+                for name, average in self.weights.items()
+            ]
+            torch._foreach_mul_(averages, 1 - TEACHER_RATE)
+            torch._foreach_add_(averages, students, alpha=TEACHER_RATE)
 
     @contextmanager
     def swapped_weights(self):
         """Within it the model has the teacher's weights, and is in evaluation mode, so that the
         routers count no load."""
         # What is replaced is kept, and comes back whatever happens in between.
-        student = {}
-        for name, tensor in self.named_tensors():
-            if name in self.weights:
-                student[name] = tensor.detach().clone()
+        tensors = dict(self.named_tensors())
+        replaced = [tensors[name].detach() for name in self.weights]
+        student = [torch.empty_like(tensor) for tensor in replaced]
+        copy_tensors([to_local(t) for t in student], [to_local(t) for t in replaced])
         training = self.model.training
         try:
-            self.write_weights(self.weights)
+            self.write_weights(self.weights.values())
             yield self.model.eval()
         finally:
             self.write_weights(student)
             self.model.train(training)
 
     def write_weights(self, weights):
-        """Through .data, which leaves autograd's version counters alone: a graph of the student
-        that was built before can still run backward after."""
-        if weights:
-            for name, tensor in self.named_tensors():
-                tensor.data.copy_(weights[name])
+        """Weights in the order of self.weights. Through .data, which leaves autograd's version
+        counters alone: a graph of the student that was built before can still run backward
+        after."""
+        tensors = dict(self.named_tensors())
+        held = [to_local(tensors[name]).data for name in self.weights]
+        copy_tensors(held, [to_local(weight) for weight in weights])
 
     @torch.no_grad()
     def __call__(self, targets):

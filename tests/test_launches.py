@@ -381,9 +381,9 @@ SELECTED = {"boolean index": 2}
         ("pretrain", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
         ("long", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
         ("sft", {}, MUON_STEP | {"forward": (233, SELECTED), "backward": (304, {})}),
-        ("rl", {}, ADAMW_STEP | {"forward": (568, SELECTED), "backward": (344, {})}),
-        ("rl", dict(kl_coef=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
-        ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
+        ("rl", {}, ADAMW_STEP | {"forward": (470, SELECTED), "backward": (344, {})}),
+        ("rl", dict(kl_coef=0.1), {"forward": (678, {"boolean index": 4}), "backward": (344, {})}),
+        ("rl", dict(feedback=0.0), {"forward": (224, SELECTED), "backward": (307, {})}),
     ],
 )
 def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(
@@ -395,10 +395,10 @@ def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(
 @pytest.mark.parametrize(
     "constants, pins",
     [
-        (dict(DIVERGENCE="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
+        (dict(DIVERGENCE="jsd"), {"forward": (489, SELECTED), "backward": (374, {})}),
         (
             dict(DIVERGENCE="forward", TEACHER="frozen"),
-            {"forward": (568, SELECTED), "backward": (342, {})},
+            {"forward": (470, SELECTED), "backward": (342, {})},
         ),
     ],
 )
