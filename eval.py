@@ -46,7 +46,7 @@ import synth_tasks
 from published.tokenizers import make_tokenizer
 from command import checkpoints
 from command.hardware import dtype_of
-from command.report import describe_episode, write_report_page
+from command.report import describe_episode
 import fast
 from fast.samplers import make_sampler as make_fast_sampler
 from repositories.verdict import judge
@@ -806,6 +806,7 @@ def choose_tasks(args):
 
 
 def main(argv):
+    from command.drawing import draw_safely
     from command.eval_flags import parse_eval_flags, usage_error
     from demos.demonstration import draw_or_refuse
     from command.output_files import check_writable
@@ -815,6 +816,7 @@ def main(argv):
         report_mismatch,
         write_report,
     )
+    from command.report import write_report_page
 
     levels = ",".join(map(str, LEVELS))
     args = parse_eval_flags(argv, levels, len(synth_tasks.LEVELS), length_penalty.SETTINGS)
@@ -880,8 +882,8 @@ def main(argv):
     written = f"{args.out}/eval.json, score.png, effort.png"
     if args.report:
         title, path = f"eval.py {' '.join(args.runs)}", Path(args.out, "report.html")
-        write_report_page(path, title, format_table(numbers, kind), numbers, episodes)
-        written += ", report.html"
+        page = path, title, format_table(numbers, kind), numbers, episodes
+        written += f", {draw_safely(write_report_page, *page) or 'report.html'}"
     print(f"\n{written}")
 
 
