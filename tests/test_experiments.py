@@ -803,7 +803,7 @@ def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, 
     asked = fake_runs(monkeypatch)
     runner.main("experiments.teachers", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
     arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
-    assert len(arms) == 8
+    assert len(arms) == len(teachers.EXPERIMENT.arms) == 10
     assert all([w for w in words if "--steps" in w] == ["--steps=2"] for words in arms)
     asked.clear()
     runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
