@@ -621,7 +621,7 @@ def sampled_segments(groups):
 # ---------------------------------------------------------------- episodes of a report
 
 
-def look_at_hint(model, tokenizer, segment, hint):
+def describe_hint(model, tokenizer, segment, hint):
     """What a hint says to this policy, over the whole turn below it -> plain numbers: kl (N,) per
     sampled token of the turn; first, end: which of them learn from it; top: at the one of these
     that the hint changes most, the likeliest tokens as [text, probability without, with]"""
@@ -680,7 +680,7 @@ def play_episodes(name, model, tokenizer, config, tasks, numbers=None, group=4):
             hints = [[] for _ in one.segments]
             for hint in feedback_distill.detect(one, config["habits"].split(",")):
                 segment = one.segments[hint.segment]
-                hints[hint.segment].append(look_at_hint(model, tokenizer, segment, hint))
+                hints[hint.segment].append(describe_hint(model, tokenizer, segment, hint))
             flats = [rollout.flatten(segment) for segment in one.segments]
             found.append(describe_episode(name, one, gain, tokenizer, flats, hints))
     return found
@@ -707,8 +707,9 @@ def evaluate(run, config, paths, made, published):
 
     # In the dtype in which the policy sampled: near a tie another one draws another token.
     policies, episodes = {}, []
-    first, dtype, acts_by = next(iter(paths.values())), dtype_of(config), dict(made)
-    acts_by |= {"plain": config.plain, "temperature": config.temperature}
+    first, dtype = next(iter(paths.values())), dtype_of(config)
+    # The configuration that the policies were made with, at the temperature that is asked for
+    as_asked = {**made, "plain": config.plain, "temperature": config.temperature}
     for name, path in run.bar(list(paths.items()), "evaluation"):
         model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
@@ -724,7 +725,7 @@ def evaluate(run, config, paths, made, published):
         records = run_policy(
             policy,
             tokenizer,
-            acts_by,
+            as_asked,
             run.share(asked),
             config.eval_samples,
             numbers=run.share(range(len(asked))),
@@ -732,7 +733,7 @@ def evaluate(run, config, paths, made, published):
         )
         policies[name] = run.gather(records)
         numbers = run.share(range(len(shown)))
-        played = play_episodes(name, policy, tokenizer, acts_by, run.share(shown), numbers)
+        played = play_episodes(name, policy, tokenizer, as_asked, run.share(shown), numbers)
         episodes += run.gather(played)
     careful = play_careful_expert(run.share(tasks), tokenizer, made)
     return policies, run.gather(careful), episodes

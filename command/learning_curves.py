@@ -37,7 +37,9 @@ def draw_training(logs, folder, form="png"):
 
 def draw_losses(logs, path):
     """The losses of all stages on one axis of steps. logs: {stage: its lines}"""
-    figure, ax = drawing.make_axes("What have the supervised stages learned?", "step", "nats per token")
+    figure, ax = drawing.make_axes(
+        "What have the supervised stages learned?", "step", "nats per token"
+    )
     # Each stage begins where the one before it has ended.
     start = 0
     for stage, lines in logs.items():

@@ -24,6 +24,7 @@ from command import drawing
 from command.learning_curves import draw_training
 from command.output_files import current_commit, to_json
 from command.policy_report import draw_policies
+from command.transcripts import escape_control_chars
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MOST_BYTES = 3_000_000  # of a page
@@ -43,23 +44,17 @@ def token_texts(tokenizer, tokens):
         text = tokenizer.decode(tokens[start:end])
         # No character has more than four bytes: what is not whole after four tokens never will be.
         whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or end - start >= 4
-        texts.append(spell_out(text) if whole else "")
+        texts.append(escape_control_chars(text) if whole else "")
         if whole:
             start = end
     return texts
-
-
-def spell_out(text):
-    """The text with its invisible characters spelled out: some of them turn the direction of what
-    follows"""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def diff_lines(before, after, path):
     """The difference of two texts in the form of diff -u, as lines"""
     names = f"a/{path}", f"b/{path}"
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=2)
-    return [spell_out(line) for line in lines]
+    return [escape_control_chars(line) for line in lines]
 
 
 def describe_turn(turn, start, flags):
@@ -70,7 +65,9 @@ def describe_turn(turn, start, flags):
         if call.name == "edit_file" and len(call.args) == 3:
             path, old, new = call.args
             # Without the three lines that only name the file and the place.
-            edits.append({"path": spell_out(path), "lines": diff_lines(old, new, path)[3:]})
+            edits.append(
+                {"path": escape_control_chars(path), "lines": diff_lines(old, new, path)[3:]}
+            )
     flags = [*flags, *(call.error for call in turn.calls if call.error)]
     return {
         "role": turn.role,
@@ -82,7 +79,7 @@ def describe_turn(turn, start, flags):
 
 
 def describe_segment(tokenizer, segment, flat, hints):
-    """flat: the arrays of rollout.flatten; hints: of this segment, as eval.look_at_hint gives
+    """flat: the arrays of rollout.flatten; hints: of this segment, as eval.describe_hint gives
     them"""
     tokens, mask, logprobs, _ = flat
     turns, start = [], 0
@@ -119,7 +116,9 @@ def describe_episode(policy, played, advantage, tokenizer, flats, hints):
 
     # What the audit found, without what is only noted
     findings = [one for one in played.findings or [] if one.severity in ("cheat", "suspicious")]
-    findings = [f"{one.severity}: {one.rule}: {spell_out(one.evidence)}" for one in findings]
+    findings = [
+        f"{one.severity}: {one.rule}: {escape_control_chars(one.evidence)}" for one in findings
+    ]
     return {
         "policy": policy,
         "task": played.task.instance_id,
@@ -225,7 +224,7 @@ def write_report_page(path, title, table, numbers, episodes, logs={}):
     parts = {
         "title": html.escape(title),
         "commit": html.escape(current_commit() or "unknown"),
-        "table": html.escape(spell_out(table)),
+        "table": html.escape(escape_control_chars(table)),
         "figures": inline_figures(numbers, logs),
         "episodes": embed(chosen),
     }

@@ -106,6 +106,19 @@ def describe_rollout(rollout, tokenizer, flags=None, **about):
     return lines
 
 
+# ---------------------------------------------------------------- what is shown of it
+
+
+def escape_control_chars(text):
+    """The text with its control characters spelled out: what is shown must not move the cursor.
+    Half of a surrogate pair, and what turns the direction of writing, is not printable either."""
+
+    def spell_out(char):
+        return char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
+
+    return "".join(map(spell_out, text))
+
+
 # ---------------------------------------------------------------- the file
 
 
@@ -120,7 +133,7 @@ def write_transcripts(path, step, lines):
 def read_rollouts(path):
     """-> [(number of its first line, rollout)]. A rollout has what rules ask for: the task's tools
     and test command, its end, and per turn role, text and calls. ValueError: in one line why not"""
-    rollouts = []
+    rollouts, number = [], 1
     try:
         for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
             line = json.loads(text)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from command.flags import make_parser
+from command.transcripts import escape_control_chars
 from demos.demonstration import draw_or_refuse
 
 
@@ -31,16 +32,6 @@ def message_notes(message):
     elif versions:
         notes.append(f"policy {versions[0]}-{versions[-1]}")
     return notes + message.get("flags", [])
-
-
-def escape_control_chars(text):
-    """The text with its control characters spelled out: a transcript must not move the cursor. Half
-    of a surrogate pair, and what turns the direction of writing, is not printable either."""
-
-    def spell_out(char):
-        return char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
-
-    return "".join(map(spell_out, text))
 
 
 def message_text(message):

@@ -18,9 +18,10 @@ latter sampled. They differ in what is read, and above which turn:
     python -m experiments.contexts
     python -m experiments.contexts --gap=assets/sft      which of them does this policy heed?
 
-The first runs 20 steps of RL with each. --gap tells: places, and per token that would be distilled: how far student and teacher are apart (KL), by
-how much the context raises the log-probability of what was sampled there, and, of edits, that of
-the right text in its place. Left out: an external teacher.
+The first runs 20 steps of RL with each. --gap tells: places, and per token that would be distilled:
+how far student and teacher are apart (KL), by how much the context raises the log-probability of
+what was sampled there, and, of wrong edits, that of the right text in its place. Left out: an
+external teacher.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
@@ -99,7 +100,7 @@ def above_wrong_edits(played, tell):
     for e, i, _, target in wrong_edits(played):
         text = tell(e, i, target)
         if text:
-            hints.append(Hint(text, segment=e, turn=i, kind="edit"))
+            hints.append(Hint(text, segment=e, turn=i))
     return hints
 
 
@@ -136,7 +137,7 @@ def demonstration(played, group):
     places = []
     for e, segment in enumerate(played.segments):
         places += [(e, i) for i, turn in enumerate(segment.turns) if turn.role == "assistant"]
-    return [Hint(text, segment=e, turn=i, kind="edit") for e, i in places]
+    return [Hint(text, segment=e, turn=i) for e, i in places]
 
 
 CONTEXTS = (
@@ -163,14 +164,15 @@ class WithContext(train.Reinforcement):
         return self.context(played, self.group_of[id(played)])
 
 
-def read(context):
-    """-> the patch with which the teacher reads this context"""
+def make_patch(context):
+    """-> the patch with which the teacher reads this context, read_<its name>"""
 
     def patch():
         stage = type("Stage", (WithContext,), {"context": staticmethod(context)})
         train.STAGE["rl"] = stage
 
     patch.__name__ = f"read_{context.__name__}"
+    # The process of an arm finds its patch by this name.
     globals()[patch.__name__] = patch
     return patch
 
@@ -190,12 +192,14 @@ def measure_gap(model, tokenizer, played, hint):
         return float((under - without).sum())
 
     sampled = change((student, teacher), tokens)
-    if hint.kind != "edit" or (hint.segment, hint.turn) not in {w[:2] for w in wrong_edits(played)}:
+    # A turn that calls a wrong tool, or that only looks, has written nothing wrong.
+    edits = {(e, i): (n, target) for e, i, n, target in wrong_edits(played)}
+    place = hint.segment, hint.turn
+    if hint.kind in RULES or place not in edits:
         return len(tokens), float(kl), sampled, 0, 0.0
 
     # The right text where the wrong one was written: the turn as it was up to there, then the code.
-    here = [w for w in wrong_edits(played) if w[:2] == (hint.segment, hint.turn)]
-    _, _, n, target = here[0]
+    n, target = edits[place]
     turn = segment.turns[hint.turn]
     first, _ = tokenizer.find_written_character(turn, n, 0)
     right = tokenizer.encode(target.code())
@@ -234,7 +238,7 @@ EXPERIMENT = Experiment(
     curves=("bad_tool", "solved"),
     arms={
         "reward alone": Arm((*SHORT, "--feedback=0")),
-        **{one.__name__.replace("_", " "): Arm(SHORT, read(one)) for one in CONTEXTS},
+        **{one.__name__.replace("_", " "): Arm(SHORT, make_patch(one)) for one in CONTEXTS},
     },
 )
 

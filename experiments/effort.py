@@ -23,9 +23,9 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
 
 Found: asked for low effort the default run takes .59 and .56 of the tokens of high effort and has
 .65 and .63 solved in the place of .92 (seeds 1337 and 1). Seed 1337: RL alone finds no dial (1.03);
-never told solves .92 with 168 tokens, price .9 .81 with 105, free .90 with 217, linear .90 with 163,
-failures pay .94 with 158. Far budget: .60 and .89. With it, by what it did: .71. Digits have not
-been run. Figure: figures/effort.png.
+never told solves .92 with 168 tokens, price .9 .81 with 105, free .90 with 217, linear .90 with
+163, failures pay .94 with 158. Far budget: .60 and .89. With it, by what it did: .71. Digits have
+not been run. Figure: figures/effort.png.
 """
 
 import math

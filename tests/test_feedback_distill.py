@@ -828,6 +828,8 @@ def test_rules_say_of_a_file_what_they_say_of_the_rollouts_in_it(tmp_path, capsy
     path = tmp_path / "t.jsonl"
     assert "no such rule" in refuse(fd.main, [f"--ask={path}", "--rules=taste"], capsys)
     assert "cannot be read" in refuse(fd.main, [f"--ask={tmp_path}/none"], capsys)
+    path.write_bytes(b"\xff\x00")
+    assert "line 1" in refuse(fd.main, [f"--ask={path}"], capsys)
     path.write_text("{}\n")
     assert "line 1" in refuse(fd.main, [f"--ask={path}"], capsys)
 

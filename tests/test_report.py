@@ -13,7 +13,7 @@ import eval as evaluation
 import feedback_distill
 import length_penalty
 import rollout
-from command import report
+from command import report, transcripts
 from rollout import Call, Rollout, Segment, Tokenizer, Turn, make_turn
 from test_eval import ROOT
 from world.recorder import Finding
@@ -87,7 +87,7 @@ def write_page(path, episodes, numbers={"policies": {}}, title="out/run", table=
 def test_the_texts_of_tokens_are_the_text_with_what_is_invisible_spelled_out(text):
     texts = report.token_texts(BYTES, BYTES.encode(text))
     assert len(texts) == len(text.encode())
-    assert "".join(texts) == report.spell_out(text)
+    assert "".join(texts) == transcripts.escape_control_chars(text)
     assert all(character.isprintable() for part in texts for character in part)
 
 

@@ -39,8 +39,8 @@ from world.tools import TOOLS, call_tool
 # and the chance to stop testing at the end.
 THOROUGH = {"low": (0.2, 0.0, 0.9), "medium": (1.0, 0.4, 0.3), "high": (3.0, 1.0, 0.0)}
 # tools that an agent may believe in and that no task offers: one that became real is none any more
-BELIEVED = "grep", "open_file", "run_tests", "list_files", "cat"
-PHANTOMS = tuple(name for name in BELIEVED if name not in TOOLS)
+PHANTOM_NAMES = "grep", "open_file", "run_tests", "list_files", "cat"
+PHANTOMS = tuple(name for name in PHANTOM_NAMES if name not in TOOLS)
 
 
 # ---------------------------------------------------------------- how an agent is played
