@@ -134,10 +134,10 @@ def restored_process(end_stopped):
     except Stopped as stopped:
         end_stopped(*stopped.args)
     finally:
-        # After a failure a group on GPUs may wait for ranks that are gone; it ends with the
-        # process.
+        # Threads of gloo that outlive the interpreter may end it with an abort. After a failure a
+        # group on GPUs may wait for ranks that are gone; it ends with the process.
         ours = dist.is_initialized() and not joined_before
-        if ours and (complete or child_processes):
+        if ours and (complete or not torch.cuda.is_initialized()):
             dist.destroy_process_group()
         end_children(ask=not complete)
 

@@ -780,6 +780,15 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
     assert child.wait(120) in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
+def test_a_run_that_ends_early_leaves_no_process_group(tmp_path):
+    """One that is left has threads, which may end the process with an abort and a line of C++."""
+    store = train.dist.FileStore(str(tmp_path / "store"), 1)
+    with pytest.raises(SystemExit), train.launch.restored_process(None):
+        train.dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        raise SystemExit(128 + signal.SIGTERM)
+    assert not train.dist.is_initialized()
+
+
 def commands(rank, world, *lists):
     """What torchrun would do, in ranks that are forked already: one process group for all lists."""
     os.environ["RANK"] = str(rank)
