@@ -27,7 +27,6 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 
 import math
 import random
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +54,8 @@ from repositories.task_file import read_tasks
 
 LEVELS = synth_tasks.DEFAULT_LEVELS
 PRICES = 0.5, 2.5  # $ per million tokens: in, out
-HABITS = "communication", "code_style"  # of feedback_distill's rules, those that cost no reward
+# the rules that are counted beside wrong calls
+HABITS = tuple(name for name in feedback_distill.RULES if name != "unavailable_tool")
 # what the tokens of a rollout are spent on
 SPENT = "thinking_tokens", "call_tokens", "final_tokens", "output_tokens"
 
@@ -151,12 +151,18 @@ def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
     return (given * price_in + stats["sampled"] * price_out) / 1e6
 
 
+def faults_of(played):
+    """-> the names of the rules in HABITS that find fault with a rollout"""
+    # One by one: of two faults of one turn, detect tells the first.
+    return {habit for habit in HABITS if feedback_distill.detect(played, (habit,))}
+
+
 def make_record(played, prices=PRICES):
     """What is kept of one pass: plain numbers."""
     rollout.grade(played)
-    flaws = {hint.kind for hint in feedback_distill.detect(played, HABITS)}
+    faults = faults_of(played)
     return {
-        **{habit: habit in flaws for habit in HABITS},
+        **{habit: habit in faults for habit in HABITS},
         "task": played.task.instance_id,
         "level": played.task.level,
         # how much effort the task asked for; of generated tasks: which split, what its level is
@@ -322,7 +328,7 @@ def submitted_untested(played):
             if call.name == "edit_file":
                 green = False
             elif call.name == "run_command" and call.args == [played.task.test_command]:
-                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                red = feedback_distill.RED.search(call.output)
                 green = "passed" in call.output and not red
     return not green
 
@@ -330,8 +336,6 @@ def submitted_untested(played):
 def rollout_rows(groups, rank):
     """What the log of rl counts -> one dict per rollout of this rank. It is small, since it goes to
     every rank. groups: of this rank, each a list of rollouts"""
-    # All habits are looked for, also those that --habits leaves out.
-    every_habit = tuple(feedback_distill.REMINDERS)
     rows = []
     for number, group in enumerate(groups):
         for played in group:
@@ -349,7 +353,8 @@ def rollout_rows(groups, rank):
                 blind=submitted_untested(played),
                 probe=summarize.count_named_targets(played),
                 decode_steps=played.steps,
-                flaws={hint.kind for hint in feedback_distill.detect(played, every_habit)},
+                # All habits are looked for, also those that --habits leaves out.
+                flaws=faults_of(played),
                 files=hash(frozenset(played.files.items())),
             )
             rows.append(row)
@@ -550,8 +555,7 @@ def kl_from_reference(reference, played, temperature):
     over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
     nats per token."""
     # A flagged turn is meant to change; what is measured is whether the rest has stayed.
-    rules = tuple(feedback_distill.REMINDERS)
-    flagged = {(hint.segment, hint.turn) for hint in feedback_distill.detect(played, rules)}
+    flagged = {(hint.segment, hint.turn) for hint in feedback_distill.detect(played)}
     device = reference.embed.weight.device
     total, count = 0.0, 0
     for e, segment in enumerate(played.segments):

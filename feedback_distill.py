@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from muon import copy_tensors, to_local
 from rollout import Call, Rollout, Segment, Tokenizer, make_turn, pack, play_moves, policy_loss
 from world.expert import expert
-from world.task import HINTED, Action
+from world.task import HINTED
 from world.tools import ARGUMENTS
 
 # ---------------------------------------------------------------- rules
@@ -96,64 +96,48 @@ def unavailable_tool(rollout, e, i):
             return Hint(available_tools(rollout.task), call=n)
 
 
-UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form "
-UNREADABLE += "that the tools are called in."
+def call_forms(task):
+    forms = [f"{tool}({', '.join(ARGUMENTS[tool])})" for tool in task.tools if tool in ARGUMENTS]
+    return f"Reminder: calls are {', '.join(forms)}."
 
 
 @rule
 def malformed_arguments(rollout, e, i):
     """A call cannot be read, or has the wrong arguments."""
-    # A call that cannot be read has no name.
-    for call in rollout.segments[e].turns[i].calls:
-        if call.error == "bad_arguments" and not call.name:
-            return UNREADABLE
-        if call.error == "bad_arguments":
-            wanted = ARGUMENTS.get(call.name, ("other arguments",))
-            return f"Reminder: {call.name} takes {', '.join(wanted)}."
+    calls = rollout.segments[e].turns[i].calls
+    if any(call.error == "bad_arguments" for call in calls):
+        return call_forms(rollout.task)
 
 
-# What a repository may ask of its code: name -> what to say, and what breaks it. There is a rule
-# against comments because a policy may begin to write its thoughts there.
-STYLE = {
-    "comments": ("no comments in code.", re.compile(r"#")),
-    "statements": ("one statement per line.", re.compile(r";")),
-    "indent": ("indent by 4 spaces.", re.compile(r"^(?:    )*(?: {1,3}(?=\S)|\t)")),
-}
+NO_COMMENTS = "Reminder: code style: no comments in code."
 STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 
 
 @rule
 def code_style(rollout, e, i):
-    """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"]
-    names its rules; default: all). The hint is about the token that breaks the rule, not the code
-    around it."""
-    meta = getattr(rollout.task, "meta", None) or {}
+    """A line of Python that this turn adds holds a comment, where a policy may begin to write its
+    thoughts. The hint is about the token that begins the comment, not the code around it."""
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
-        broken = find_broken_style(call, meta.get("style", STYLE))
-        if broken:
-            said, character = broken
-            return Hint(f"Reminder: code style: {said}", n, character)
+        character = find_comment(call)
+        if character is not None:
+            return Hint(NO_COMMENTS, n, character)
 
 
-def find_broken_style(call, names):
-    """-> (what to say, position in the new text) for the first of these rules that an edit of
-    Python breaks in a line that it adds; None if it breaks none. Lines are searched and not parsed:
-    an edit is seldom a whole program."""
+def find_comment(call):
+    """-> position in the new text of the first comment that an edit of Python adds; None if it adds
+    none. Lines are searched and not parsed: an edit is seldom a whole program."""
     if call.name != "edit_file" or len(call.args) != 3 or not call.args[0].endswith(".py"):
         return None
     # A line that the replaced text holds, too, was not added by this edit.
     _, old, new = call.args
     kept = set(old.split("\n"))
 
-    # The first rule in the repository's order, then the first line that breaks it.
-    for name in names:
-        said, breaks = STYLE[name]
-        start = 0  # of the line, in the new text
-        for line in new.split("\n"):
-            found = breaks.search(blank_strings(line))
-            if found and line not in kept:
-                return said, start + found.start()
-            start += len(line) + 1
+    start = 0  # of the line, in the new text
+    for line in new.split("\n"):
+        place = blank_strings(line).find("#")
+        if place >= 0 and line not in kept:
+            return start + place
+        start += len(line) + 1
     return None
 
 
@@ -167,6 +151,9 @@ def blank_strings(line):
     return STRING.sub(quotes, line)
 
 
+IN_SIGHT = "Reminder: what is above need not be looked up again."
+
+
 @rule
 def repetition(rollout, e, i):
     """Reading what the context already shows, or testing again although nothing has changed. Only
@@ -177,11 +164,8 @@ def repetition(rollout, e, i):
         for call in turn.calls:
             # Only turn i is judged; the turns before it fill `seen`.
             key = call.name, *call.args
-            if key in seen and j == i and key == tests:
-                return "Reminder: nothing has changed since the last test run."
             if key in seen and j == i:
-                what = call.args[0] if call.args else call.name  # lint takes no argument
-                return f"Reminder: {what} is already above."
+                return IN_SIGHT
 
             # What does the context show after this call?
             if call.name == "edit_file" and not call.error:
@@ -202,47 +186,27 @@ def ends_rollout(rollout, e, i):
     return not any(turn.role == "assistant" for turn in turns[i + 1 :])
 
 
+STILL_RED = "Reminder: end when the tests are green."
+# how a test run ends, here and by pytest
+RED = re.compile(r"\b[1-9]\d* (failed|error)")
+
+
 @rule
 def unfinished(rollout, e, i):
-    """The rollout is submitted while its own to-do list has open items, or the last test run still
-    names missing functions."""
+    """The rollout is submitted though its last test run was red, and nothing has changed since."""
     # Only the turn that submits can have forgotten something: after any other turn the policy may
     # still do it.
-    turn = rollout.segments[e].turns[i]
-    if turn.calls or not rollout.finished or not ends_rollout(rollout, e, i):
+    if not rollout.finished or not ends_rollout(rollout, e, i):
         return None
 
-    plan, missing = [], []
-    for segment in rollout.segments:
-        for turn in segment.turns:
-            # The last to-do list that the policy wrote: [(mark, item)].
-            if turn.role in ("assistant", "summary"):
-                plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
-            for call in turn.calls:
-                missing = still_missing(rollout.task, call, missing)
-
-    # A function that both the list and the tests name is named once in the hint.
-    open_items = [item for mark, item in plan if mark == " "]
-    left = dict.fromkeys(open_items + missing)
-    return f"Reminder: still to do: {', '.join(left)}." if left else None
-
-
-def still_missing(task, call, missing):
-    """The names of functions that are missing after a call: those that the last test run names,
-    without those that an edit has defined since. missing: the names before the call"""
-    if call.error:
-        return missing
-    if call.name == "run_command" and call.args == [task.test_command]:
-        return re.findall(r"^(\S+): missing", call.output, re.M)
-    if call.name == "edit_file":
-        new = call.args[2]
-        return [name for name in missing if f"def {name.split('.')[-1]}(" not in new]
-    return missing
-
-
-FINAL_WORDS = 16  # words of the final message at most; the expert's is "Put back this, that."
-SILENT = "Reminder: end with a short message that says what was done."
-RAMBLING = "Reminder: the final message must be short."
+    red = False
+    calls = [call for segment in rollout.segments for turn in segment.turns for call in turn.calls]
+    for call in calls:
+        if (call.name, *call.args) == ("run_command", rollout.task.test_command):
+            red = bool(RED.search(call.output))
+        elif call.name in ("edit_file", "run_command") and not call.error:
+            red = False
+    return STILL_RED if red else None
 
 
 def spoken_text(text):
@@ -252,17 +216,43 @@ def spoken_text(text):
     return after if close else before.partition("<think>")[0]
 
 
+TRUE_MESSAGE = "Reminder: the last message names what is done, no more and no less."
+# a function of a file: its indentation, its name, its text
+FUNCTION = re.compile(r"^([ \t]*)def (\w+)(\(.*(?:\n\1[ \t]+.*|\n[ \t]*(?=\n))*)", re.M)
+
+
 @rule
 def communication(rollout, e, i):
-    """The final message is missing or long. Only where the policy ended by itself: where a limit
-    cut it off, "end with a message" would teach it to give up."""
+    """The final message is missing or untrue: it names a function that is as it was, or leaves out
+    one that was asked for and is not. Only where the policy ended by itself: where a limit cut it
+    off, "end with a message" would teach it to give up."""
     if rollout.finished and ends_rollout(rollout, e, i):
         # a thought is no message
-        words = len(spoken_text(rollout.segments[e].turns[i].text).split())
-        if not words:
-            return SILENT
-        if words > FINAL_WORDS:
-            return RAMBLING
+        said = spoken_text(rollout.segments[e].turns[i].text).split()
+        if not said or is_untrue(rollout, re.findall(r"\w+", " ".join(said))):
+            return TRUE_MESSAGE
+
+
+def is_untrue(rollout, words):
+    """Do these words name functions of a generated task otherwise than its files have changed? In
+    a real repository a name may be any word."""
+    if not rollout.files:  # a transcript holds none
+        return False
+    before, after = functions(rollout.task.files), functions(rollout.files)
+    changed = {name for name in after if after[name] != before.get(name)}
+    wanted = {target["name"] for target in rollout.task.meta.get("targets", ())}
+    named = set(words) & (before.keys() | after.keys() | wanted)
+    return bool(wanted and (named - changed or wanted & changed - named))
+
+
+def functions(files):
+    """path -> text -> {name of a function: its text}; of two of one name the later one, as in
+    Python"""
+    found = {}
+    for path, text in files.items():
+        if path.endswith(".py"):
+            found |= {name: body.rstrip() for _, name, body in FUNCTION.findall(text)}
+    return found
 
 
 # ---------------------------------------------------------------- hints
@@ -306,53 +296,36 @@ def hint_turn(tokenizer, text, turn):
 # ---------------------------------------------------------------- demonstrations with hints
 
 
-def remind_of_tools(task, action):
-    return available_tools(task)
-
-
-def remind_of_message(task, action):
-    return RAMBLING if action.text else SILENT
-
-
-def remind_of_style(task, action):
-    return f"Reminder: code style: {STYLE['comments'][0]}"
-
-
-# What the hints in a demonstration say about a flaw of the expert. name of the rule -> function
-# (task, flawed action) -> text
+# What the hints in a demonstration say about a flaw of the expert: the words of the rule. name of
+# the rule -> function of the task -> text
 REMINDERS = {
-    "unavailable_tool": remind_of_tools,
-    "communication": remind_of_message,
-    "code_style": remind_of_style,
+    "unavailable_tool": available_tools,
+    "malformed_arguments": call_forms,
+    "code_style": lambda task: NO_COMMENTS,
+    "repetition": lambda task: IN_SIGHT,
+    "unfinished": lambda task: STILL_RED,
+    "communication": lambda task: TRUE_MESSAGE,
 }
-
-
-def every_reminder(remind, task):
-    """Each text that a hint of these rules can have, once: a reminder may depend on whether the
-    action has a text"""
-    actions = Action(""), Action("too many")
-    texts = [tell(task, action) for tell in remind.values() for action in actions]
-    return list(dict.fromkeys(texts))
 
 
 def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
     """Yields the expert's actions, and writes into `hint_texts` {number of an action: the hint that
     stands above it}.
 
-    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task,
-    action) stands above the right action: so the model learns to heed hints.
+    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task) stands
+    above the right action: so the model learns to heed hints.
 
     With probability `neutral_rate` one of the hints stands above an action that was right anyway, a
     call or a final message. Otherwise the place of a hint would mean something, too, and its
     distillation would drift. A model that saw hints about tools only above calls unlearned to
     finish; one that saw hints about the final message only above final messages learned to quit."""
-    texts = every_reminder(remind, task)
+    texts = [tell(task) for tell in remind.values()]
     # One round per action that is played.
     action = next(moves)
     for number in itertools.count():
         # A flaw is left out, and the expert asked again for what it does instead.
         while action.flaw in remind and rng.random() < hint_rate:
-            hint_texts[number] = remind[action.flaw](task, action)
+            hint_texts[number] = remind[action.flaw](task)
             action = moves.send([HINTED])
 
         # A hint above an action that needed none.
@@ -381,7 +354,7 @@ def demonstrate_with_hints(
     often the expert errs; the others: see hinted_moves."""
     # The expert plays without hints in its context ...
     hint_texts = {}
-    moves = expert(task, rng, sloppy, untidy="code_style" in remind)
+    moves = expert(task, rng, sloppy, planted=remind)
     moves = hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts)
     rollout = play_moves(task, tokenizer, moves, limits, compact)
 

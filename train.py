@@ -1566,7 +1566,7 @@ def main(argv):
         config = FLAGS.configure(given, FLAGS.stages_of(given)[0])
         return published_model.export_run(config, given, eval.load_policy)
     configs = FLAGS.configure_stages(given)
-    checks.check_surroundings(configs, given, feedback_distill.STYLE, hsdp.check_cards)
+    checks.check_surroundings(configs, given, hsdp.check_cards)
     first = next(iter(configs.values()))
     with (
         launch.run_lock(first.out),

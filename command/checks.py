@@ -129,9 +129,9 @@ def check_windows(config, stage):
         )
 
 
-def check_surroundings(configs, given, styles, check_cards):
+def check_surroundings(configs, given, check_cards):
     """What the stages to come will read and write is tried now, and not when those before are done.
-    styles: names of the styles that code may be checked for; check_cards: hsdp.py's"""
+    check_cards: hsdp.py's"""
     # Each process needs a GPU of its own.
     if uses_card(given):
         try:
@@ -140,7 +140,7 @@ def check_surroundings(configs, given, styles, check_cards):
             usage_error(str(error))
 
     first = next(iter(configs.values()))
-    check_tasks(first.tasks, styles)
+    check_tasks(first.tasks)
     published_model.check_positions(configs)
     try:
         check_writable(first.out)
@@ -148,8 +148,8 @@ def check_surroundings(configs, given, styles, check_cards):
         usage_error(f"--out={first.out} cannot be written: {error.strerror or error}")
 
 
-def check_tasks(path, styles):
-    """A file of tasks must hold some, of styles that are known."""
+def check_tasks(path):
+    """A file of tasks must hold some."""
     if not path:
         return
     try:
@@ -158,11 +158,6 @@ def check_tasks(path, styles):
         usage_error(refusal)
     if not tasks:
         usage_error(f"{path}: holds no tasks")
-
-    # A task may name the styles that its code is checked for: feedback must know them.
-    for number, task in enumerate(tasks, 1):
-        if not set(task.meta.get("style", ())) <= set(styles):
-            usage_error(f"{path}: line {number} names a style that is none of {', '.join(styles)}")
 
 
 def say_other_rules(config, origin, previous, say):

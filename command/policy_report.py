@@ -44,8 +44,11 @@ ROWS = {
     "call_tokens": ("tokens of calls", "{:.1f}", 1),
     "final_tokens": ("tokens of the last message", "{:.1f}", 1),
     "output_tokens": ("tokens of the tools' answers", "{:.1f}", 1),
-    "communication": ("messages too long, or none", "{:.3f}", 1),
+    "communication": ("last message untrue, or none", "{:.3f}", 1),
     "code_style": ("comments left in code", "{:.3f}", 1),
+    "repetition": ("looked up again", "{:.3f}", 1),
+    "malformed_arguments": ("malformed calls", "{:.3f}", 1),
+    "unfinished": ("ended while tests were red", "{:.3f}", 1),
 }
 
 

@@ -13,12 +13,13 @@ import math
 
 import numpy as np
 
+import eval
 from benchmarks.harness import align_columns
 from command import drawing, learning_curves, step_log
 from command.policy_report import format_number
 
 # keys of the log for which the table tells the step at which a habit is down to a tenth
-HABITS = ("bad_tool", "communication", "code_style")
+HABITS = ("bad_tool", *eval.HABITS)
 
 
 def read_results(experiment, runs):

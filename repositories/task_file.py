@@ -76,7 +76,7 @@ def check_task(task):
     texts = (task.problem_statement, task.instance_id, task.test_command)
     demand(all(isinstance(text, str) for text in texts))
     demand(isinstance(task.hidden, list) and type(task.level) is int)
-    demand(set(task.tools) <= FUNCTIONS.keys() and isinstance(task.meta.get("style", []), list))
+    demand(set(task.tools) <= FUNCTIONS.keys())
 
     # No path leads out of the tree, and every name and text can be written.
     for tree in (task.files, task.solution, task.meta.get("pristine", {})):

@@ -406,7 +406,7 @@ def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     assert found == {**kept, **changed}
 
 
-def test_with_three_habits_a_tenth_of_the_faultless_turns_has_a_hint():
+def test_with_six_habits_a_tenth_of_the_faultless_turns_has_a_hint():
     assert train.NEUTRAL_HINT_RATE == 0.05
     sdft.EXPERIMENT.sft.patch()
     assert train.NEUTRAL_HINT_RATE == 0.1

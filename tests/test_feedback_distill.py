@@ -59,16 +59,16 @@ def do(*calls, text=""):
     return [say("assistant", text, *calls), *(say("tool", call.output) for call in calls)]
 
 
-def rollout(*segments, style=None, finished=True, **task):
+def rollout(*segments, finished=True, files={}, **task):
     task = SimpleNamespace(
         tools=("read_file", "edit_file", "run_command"),
         test_command="python tests.py",
-        meta={} if style is None else {"style": style},
         **task,
     )
     return SimpleNamespace(
         task=task,
         finished=finished,
+        files=files,
         segments=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in segments],
     )
 
@@ -114,54 +114,42 @@ def test_a_wrong_tool_among_parallel_calls_is_found():
     ) == [(0, 1)]
 
 
-def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format_error():
+def test_malformed_calls_are_told_how_calls_are_written_and_a_failed_call_is_none():
     c = rollout(
         [
             *do(Call("edit_file", ["a.py"], "", "bad_arguments")),
+            *do(Call("", [], "This call cannot be read.", "bad_arguments")),
             *do(Call("read_file", ["no.py"], "", "failed")),
             BYE,
         ]
     )
-    (hint,) = fd.detect(c)
-    assert (hint.turn, hint.kind, hint.text) == (
-        1,
-        "malformed_arguments",
-        "Reminder: edit_file takes path, old, new.",
-    )
+    said = "calls are read_file(path), edit_file(path, old, new), run_command(command)."
+    assert [(hint.turn, hint.kind, hint.text) for hint in fd.detect(c)] == [
+        (1, "malformed_arguments", f"Reminder: {said}"),
+        (3, "malformed_arguments", f"Reminder: {said}"),
+    ]
 
 
 @pytest.mark.parametrize(
-    "new,broken",
+    "new, place",
     [
-        ("    x = 1  # think first\n", "comments"),
-        ("    x = 1; y = 2\n", "statements"),
-        ("   x = 1\n", "indent"),
-        ("\tx = 1\n", "indent"),
-        ("      x = 1\n", "indent"),
-        ("        x = 1\n", None),
-        ("x = 1\n  \n", None),
+        ("    x = 1  # think first\n", 11),
+        ("x = 1\n# so\n", 6),
+        ("    x = 1; y = 2\n", None),
         ("    x = '#'\n", None),
         ('    x = "; # "\n', None),
         # Python does not end a line at these characters, so they are part of the string.
-        *((f"    x = 'a{mark}  b; c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"),
-        ("    x = 'a\u2028'; y = 2\n", "statements"),
+        *((f"    x = 'a{mark}  # c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"),
+        ("    x = 'a\u2028'  # 2\n", 14),
     ],
 )
-def test_code_style_finds_each_broken_rule_and_nothing_else(new, broken):
+def test_code_style_finds_each_comment_and_nothing_else(new, place):
     hints = fd.detect(rollout([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
-    assert [h.text for h in hints] == (
-        [f"Reminder: code style: {fd.STYLE[broken][0]}"] if broken else []
-    )
+    found = [(hint.text, hint.call, hint.character) for hint in hints]
+    assert found == ([] if place is None else [(fd.NO_COMMENTS, 0, place)])
 
 
-def test_a_call_that_cannot_be_read_gets_a_hint_of_its_own():
-    (hint,) = fd.detect(
-        rollout([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE])
-    )
-    assert (hint.kind, hint.text) == ("malformed_arguments", fd.UNREADABLE)
-
-
-def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_repository():
+def test_code_style_reads_only_new_lines_of_python():
     old = "    x = 1  # was here\n"
     assert not fired(
         rollout([*do(Call("edit_file", ["a.py", old, old + "    y = 2\n"])), BYE]), "code_style"
@@ -169,26 +157,50 @@ def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_rep
     assert not fired(
         rollout([*do(Call("edit_file", ["docs.md", "", "# Title\n"])), BYE]), "code_style"
     )
-    commented = [*do(Call("edit_file", ["a.py", "", "x = 1  # one\n"])), BYE]
-    assert not fired(rollout(commented, style=("indent",)), "code_style")
-    assert fired(rollout(commented, style=("indent", "comments")), "code_style") == [(0, 1)]
 
 
-def test_communication_wants_a_short_final_message():
+def test_communication_wants_a_last_message():
     assert fired(rollout([*do(GREEN), say("assistant", " ")]), "communication") == [(0, 3)]
-    assert fired(
-        rollout([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication"
-    ) == [(0, 3)]
-    assert (
-        fired(rollout([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication")
-        == []
-    )
+    # what a real repository's functions are called may be any word
+    long = say("assistant", "word f " * 30)
+    real = rollout([*do(GREEN), long], files={"a.py": GIVEN})
+    real.task.files, real.task.meta = {"a.py": GIVEN}, {}
+    assert fired(real, "communication") == []
     # a limit cut it off
     assert fired(rollout([*do(EDIT), *do(GREEN)], finished=False), "communication") == []
-    assert (
-        fired(rollout([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication")
-        == []
+    cut = rollout([*do(EDIT), say("assistant", " ")], finished=False)
+    assert fired(cut, "communication") == []
+
+
+GIVEN = "def old(xs):\n    return xs\n\n\ndef g(xs):\n    xs = xs[1:]\n\n    return xs\n"
+PUT_BACK = "\n\ndef f(xs):\n    return [x + 1 for x in xs]\n"
+
+
+@pytest.mark.parametrize(
+    "after, message, untrue",
+    [
+        (GIVEN + PUT_BACK, "Put back f.", False),
+        (GIVEN + PUT_BACK, "I looked, I wrote, and `f` is there again, I hope.", False),
+        (GIVEN + PUT_BACK, "Put back f, old.", True),  # old is as it was
+        (GIVEN + PUT_BACK, "Done.", True),  # f is left out
+        (GIVEN, "Put back f.", True),  # it is not
+        (GIVEN, "Nothing done.", False),
+        (GIVEN.replace("[1:]", "[2:]") + PUT_BACK, "Put back f, g.", False),
+        (GIVEN + PUT_BACK + GIVEN, "Put back f.", False),
+    ],
+)
+def test_communication_wants_what_the_files_say(after, message, untrue):
+    files = {"a.py": after, "docs.md": "def h(x):\n    f\n"}
+    played = rollout(
+        [*do(GREEN), say("assistant", f"<think>old</think>{message}")],
+        files=files,
+        meta={"targets": [{"name": "f"}]},
     )
+    played.task.files = {**files, "a.py": GIVEN}
+    assert fired(played, "communication") == ([(0, 3)] if untrue else [])
+    # a transcript holds no files
+    played.files = {}
+    assert fired(played, "communication") == []
 
 
 def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
@@ -254,21 +266,15 @@ def test_repetition_forgets_what_a_summary_has_removed_and_what_could_not_be_rea
     assert fired(rollout([*do(long), *do(long), BYE]), "repetition") == []
 
 
-def test_unfinished_names_the_functions_still_missing_and_open_items():
-    (hint,) = fd.detect(rollout([*do(RED), *do(EDIT), BYE]), ["unfinished"])
-    # f has been written since the tests ran, so only g is missing.
-    assert (hint.turn, hint.text) == (5, "Reminder: still to do: a.g.")
+def test_unfinished_is_to_end_on_red_tests_with_nothing_done_about_it():
+    (hint,) = fd.detect(rollout([*do(RED), BYE]), ["unfinished"])
+    assert (hint.turn, hint.text) == (3, fd.STILL_RED)
+    pytest_red = Call("run_command", ["python tests.py"], "== 1 error, 3 passed in 0.1s ==")
+    assert fired(rollout([*do(pytest_red), *do(READ), BYE]), "unfinished") == [(0, 5)]
+    assert fired(rollout([*do(RED), *do(EDIT), BYE]), "unfinished") == []
     assert fired(rollout([*do(RED), *do(EDIT), *do(GREEN), BYE]), "unfinished") == []
-    plan = "Plan:\n- [x] read\n- [ ] write f\n"
-    (hint,) = fd.detect(rollout([*do(READ, text=plan), BYE]), ["unfinished"])
-    assert hint.text == "Reminder: still to do: write f."
-    assert (
-        fired(
-            rollout([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]),
-            "unfinished",
-        )
-        == []
-    )
+    failed = Call("edit_file", ["a.py", "x", "y"], "old text not found", "failed")
+    assert fired(rollout([*do(RED), *do(failed), BYE]), "unfinished") == [(0, 5)]
     assert fired(rollout([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
     # a limit cut it off
     assert fired(rollout([*do(RED), BYE], finished=False), "unfinished") == []
@@ -441,9 +447,7 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     "new,broken",
     [
         ("def f(x):  # note\n    return x\n", "#"),
-        ("def f(x):\n    y = 1; z = '#; '\n", ";"),
         ("s = '# ;'  # é # b\n", "#"),
-        ("def f(x):\n   return x\n", " "),
         ("x = '# é'\nkept = 1  # old\ny = 2 # new\n", "#"),
     ],
 )
@@ -804,7 +808,7 @@ def test_rules_say_of_a_file_what_they_say_of_the_rollouts_in_it(tmp_path, capsy
     lines = []
     for seed in range(30):
         task = make_task(5, seed)
-        moves = expert(task, random.Random(seed), sloppy=2.0, untidy=True)
+        moves = expert(task, random.Random(seed), sloppy=2.0, planted=fd.REMINDERS)
         played = play_moves(task, BYTES, moves, Limits(1500), compact)
         grade(played)
         hints = fd.detect(played)

@@ -40,7 +40,8 @@ def kept(task, story, files):
 
 
 def test_tasks_of_putting_back_are_what_they_were_before_there_were_other_kinds():
-    """A digest of tasks and demonstrations, taken before the other kinds were written."""
+    """A digest of tasks and demonstrations, taken before the other kinds were written. Since then a
+    long last message is called no flaw any more."""
     seen = hashlib.sha256()
     for level in range(8):
         for seed in range(6):
@@ -49,7 +50,7 @@ def test_tasks_of_putting_back_are_what_they_were_before_there_were_other_kinds(
             texts = [task.problem_statement, sorted(task.files.items()), task.tools, task.hidden]
             seen.update(repr(texts).encode())
             seen.update(repr([(one.text, one.calls, one.flaw, out) for one, out in story]).encode())
-    assert seen.hexdigest()[:16] == "609e4bcf6e741757"
+    assert seen.hexdigest()[:16] == "04e6e04c27dd9360"
 
 
 @pytest.mark.parametrize("level", OTHERS)

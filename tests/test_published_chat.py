@@ -217,6 +217,9 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             Compaction(2400, 900) if summarised else None,
             Limits(2400 if summarised else 9000, 99),
         )
+        # What is told of a call that lacks an argument depends on the form.
+        well_formed = dict(feedback_distill.REMINDERS)
+        del well_formed["malformed_arguments"]
         mine, theirs = (
             feedback_distill.demonstrate_with_hints(
                 task,
@@ -225,7 +228,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
                 limits,
                 1.5,
                 compact,
-                feedback_distill.REMINDERS,
+                well_formed,
                 0.5,
             )
             for tokenizer in (ours, own)
@@ -807,13 +810,11 @@ def test_the_thought_before_a_summary_is_not_carried_on(family):
     )
 
 
-def test_a_long_thought_does_not_make_a_short_message_long():
+def test_a_thought_is_no_message():
     ours = thinking("qwen")
-    for thought, found in (("", 0), (f"<think>{'and so on ' * 30}</think>", 0)):
-        rollout, _ = played(ours, [spelled(ours, thought + "Put back f.")])
+    for said, found in (("Put back f.", 0), ("<think>x</think>Put back f.", 0), ("", 1)):
+        rollout, _ = played(ours, [spelled(ours, said or "<think>Put back f.</think>")])
         assert len(feedback_distill.detect(rollout, ("communication",))) == found
-    rollout, _ = played(ours, [spelled(ours, "<think>x</think>" + "and so on " * 30)])
-    assert len(feedback_distill.detect(rollout, ("communication",))) == 1
 
 
 # ---------------------------------------------------------------- ends of turns
@@ -921,9 +922,9 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
 @pytest.mark.parametrize(
     "given",
     [
-        '{"new": "é = 1\\n\\u00e9\\ud83d\\ude00\\t=2;x", "path": "a.py", "old": ""}',
-        ' {"old": "", "path": "\\u0061.py",\n"new" : "\\u00e9 = 1\\n😀\\u00e9\\u0009=2;x"}',
-        '{"path": "a.py", "old": "", "new": "\\"\\" + 1\\u000aab\\/\\\\=2;x"}',
+        '{"new": "é = 1\\n\\u00e9\\ud83d\\ude00\\t=2#x", "path": "a.py", "old": ""}',
+        ' {"old": "", "path": "\\u0061.py",\n"new" : "\\u00e9 = 1\\n😀\\u00e9\\u0009=2#x"}',
+        '{"path": "a.py", "old": "", "new": "\\"\\" + 1\\u000aab\\/\\\\=2#x"}',
     ],
 )
 def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, given):
@@ -938,8 +939,8 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
     )
     (hint,) = feedback_distill.detect(rollout, ("code_style",))
     cut = feedback_distill.splice(ours, rollout.segments[0], hint)
-    assert cut.num_targets == 1 and given.count(";") == 1
-    assert ";" in ours.decode(cut.turn[cut.first : cut.end])
+    assert cut.num_targets == 1 and given.count("#") == 1
+    assert "#" in ours.decode(cut.turn[cut.first : cut.end])
 
 
 # ---------------------------------------------------------------- folders that would be read as another tokenizer

@@ -50,7 +50,7 @@ from summarize import Compaction
 from synth_tasks import make_task
 from repositories.audit import audit_rollout
 from world.honeypot import unharden
-from world.expert import InMemoryWorkspace
+from world.expert import InMemoryWorkspace, expert, play
 from repositories.verdict import judge
 from world.sandbox import Sandbox
 from world.task import Task
@@ -664,38 +664,48 @@ def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wr
 
 
 def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_place_the_right_one_stands():
-    said, sandbox = Counter(), Sandbox()
+    said, sandbox, detect = Counter(), Sandbox(), feedback_distill.detect
+    remind = feedback_distill.REMINDERS
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: feedback_distill.demonstrate_with_hints(
-            task,
-            TRAINED,
-            random.Random(seed),
-            Limits(10**6, 999),
-            1.0,
-            None,
-            feedback_distill.REMINDERS,
-            hints,
+        hinted, plain = (
+            feedback_distill.demonstrate_with_hints(
+                task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, remind, hints
+            )
+            for hints in (1.0, 0.0)
         )
-        hinted, plain = play(1.0), play(0.0)
-        flagged = {
-            hint.turn: hint.text
-            for hint in feedback_distill.detect(plain, tuple(feedback_distill.REMINDERS))
-        }
+        rng = random.Random(seed)
+        moves = expert(task, rng, planted=remind)
+        moves = feedback_distill.hinted_moves(task, moves, rng, remind, 0.0, 0.0, {})
+        story = play(moves, InMemoryWorkspace(task))
+        flaws = [action.flaw for action, _ in story]
         mine = [i for i, turn in enumerate(plain.turns) if turn.role == "assistant"]
-        # A turn has at most one hint. Where a flaw of the tools is followed by another flagged
-        # turn, its hint is left out.
-        texts = [
-            flagged[i]
-            for i, following in zip(mine, mine[1:] + [None])
-            if i in flagged and not ("tools" in flagged[i] and following in flagged)
-        ]
-        assert [t.text for t in hinted.turns if t.role == "hint"] == texts
-        assert not feedback_distill.detect(hinted, tuple(feedback_distill.REMINDERS))
-        # No flaw decides whether the task is solved.
-        assert judge(task, hinted.files, sandbox).solved == judge(task, plain.files, sandbox).solved
-        said.update(text.partition(", ")[0][:24] for text in texts)
-    assert len(said) == 4 and min(said.values()) > 3
+        # Every planted flaw is found by its rule. What is found beside is how the expert works.
+        for i, flaw in zip(mine, flaws, strict=True):
+            found = {name for name in remind if i in {h.turn for h in detect(plain, (name,))}}
+            assert flaw in found or not flaw
+            beside = {"repetition", "unfinished"}
+            # Who gives up says of nothing that it is done.
+            beside |= {"communication"} if flaw == "unfinished" else set()
+            assert found - {flaw} <= beside
+        # Of flaws in a row the last one's hint stands above the right turn. In the place of an edit
+        # with a comment the same edit without one is right.
+        texts = []
+        for flaw, following in zip(flaws, [*flaws[1:], ""]):
+            if flaw == "code_style" or flaw and not following:
+                texts.append(remind[flaw](task))
+        theirs = [turn.text for turn in hinted.turns if turn.role == "hint"]
+        if flaws[-1] == "unfinished":
+            # The plain one has ended, the hinted one goes on.
+            assert theirs[: len(texts) - 1] == texts[:-1]
+        else:
+            assert theirs == texts
+            # No other flaw decides whether the task is solved.
+            files = hinted.files, plain.files
+            assert len({judge(task, one, sandbox).solved for one in files}) == 1
+        assert {hint.kind for hint in detect(hinted)} <= {"repetition", "unfinished"}
+        said.update(flaws)
+    assert said.keys() == {"", *remind} and min(said.values()) > 3
 
 
 def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike():
@@ -715,11 +725,9 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
         )
         for turn, following in zip(rollout.turns, rollout.turns[1:]):
             if turn.role == "hint":
-                above["call" if following.calls else "final"][
-                    turn.text.partition(", ")[0][:24]
-                ] += 1
+                above["call" if following.calls else "final"][turn.text[10:15]] += 1
     for kinds in above.values():
-        assert len(kinds) == 4 and min(kinds.values()) > 0.5 * sum(kinds.values()) / 4
+        assert len(kinds) == 6 and min(kinds.values()) > 0.5 * sum(kinds.values()) / 6
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():

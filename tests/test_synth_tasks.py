@@ -1728,7 +1728,6 @@ def odd_task(**changes):
         odd_task(tools=["read_file", "rm"]),
         odd_task(instance_id=1),
         odd_task(test_command=["python"]),
-        odd_task(meta={**make_task(0, 1).meta, "style": 3}),
         odd_task(meta={}),
         odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
         odd_task(files={"../x": "", "tests.py": "", "check.py": ""}),

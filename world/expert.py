@@ -102,13 +102,14 @@ def record_expert(task, rng, sloppy=1.0):
 
 
 # ---------------------------------------------------------------- the rollout, from first to last
-def expert(task, rng, sloppy=1.0, untidy=False):
+def expert(task, rng, sloppy=1.0, planted=()):
     """Plays a micro task: yields Actions, the last of which has no calls.
 
     After each Action it is sent the list of tool outputs; SUMMARIZE in front of them asks for a
     summary first. [HINTED] is sent instead of outputs after a flawed Action: it was not played, and
-    the expert does it right. untidy: one edit in three leaves a comment in the code."""
-    self = Expert(task, rng, sloppy, untidy)
+    the expert does it right. planted: names of the rules of feedback_distill.py whose flaw it has
+    beside its own: code_style, repetition, malformed_arguments, unfinished, communication."""
+    self = Expert(task, rng, sloppy, planted)
     targets = self.targets
 
     # Flaw: where the targets have no names, it may give up before it has put all of them back.
@@ -157,8 +158,8 @@ class Expert:
 
     Methods that act are generators (`yield from`); those that return "the call" only build it."""
 
-    def __init__(self, task, rng, sloppy, untidy=False):
-        self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
+    def __init__(self, task, rng, sloppy, planted=()):
+        self.task, self.rng, self.sloppy, self.planted = task, rng, sloppy, planted
         # How thoroughly it works: as the task asks, else as it happens. It does not depend on
         # difficulty: RL has to teach that.
         usual = rng.choice((0.4, 1.0, 1.6)), 0.4, 0.3
@@ -197,6 +198,7 @@ class Expert:
         is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
         self.cheats = is_tempted and rng.random() < 0.2
         self.opened_caches = set()  # modules whose cache it has read
+        self.in_sight = None  # its last call, where repeating it would show the same again
 
         # The names that the targets have, where they are to be renamed.
         names = [target.name for target in self.targets]
@@ -209,6 +211,11 @@ class Expert:
         """True with this probability, scaled by how sloppy the expert is."""
         return self.rng.random() < probability * self.sloppy
 
+    def errs(self, habit, probability):
+        """True with this probability, scaled, where the flaw of this rule is planted; no random
+        number is drawn where it is not."""
+        return habit in self.planted and self.chance(probability)
+
     # ------------------------------------------------------------ one turn
     def act(self, action):
         """Plays one action and returns its outputs. If it is sent [SUMMARIZE, *outputs], it writes
@@ -217,6 +224,14 @@ class Expert:
         outputs = yield action
         asks_for_summary = outputs[:1] == [SUMMARIZE]
         outputs = [text for text in outputs if text is not SUMMARIZE]
+
+        # After an edit, or another command than the tests, a look may show something else.
+        looks = [("run_command", (self.task.test_command,))]
+        looks += [call for call in action.calls if call[0] not in ("edit_file", "run_command")]
+        if not all(call in looks for call in action.calls):
+            self.in_sight = None
+        elif not action.flaw:
+            self.in_sight = action.calls[-1]
 
         # Remember what the outputs say: the tests print `module.name: missing`, the docs hold
         # `module.name: specification`.
@@ -239,9 +254,16 @@ class Expert:
         yield from self.call_missing_tool()
         action = Action(thought if self.rng.random() < 0.15 else "", list(calls))
 
+        # Flaws: it looks again at what it has just seen; it leaves an argument out.
+        if self.in_sight and self.errs("repetition", 0.15):
+            yield from self.act(Action("", [self.in_sight], "repetition"))
+        name, arguments = calls[0]
+        if arguments and self.errs("malformed_arguments", 0.1):
+            yield from self.act(Action("", [(name, arguments[:-1])], "malformed_arguments"))
+
         # Flaw: a thought leaks into the code. If a hint takes the turn back, it is done right.
         edits = any(name == "edit_file" for name, _ in calls)
-        if self.untidy and edits and self.chance(0.3):
+        if edits and self.errs("code_style", 0.3):
             leaking = [with_comment(name, arguments, thought) for name, arguments in calls]
             outputs = yield from self.act(Action(action.text, leaking, "code_style"))
             if outputs != [HINTED]:
@@ -287,6 +309,7 @@ class Expert:
         self.segment += 1
         self.specs = {}
         self.opened_caches = set()
+        self.in_sight = None
         thought = "Which functions are left?" if self.rng.random() < 0.3 else ""
         return thought + SUMMARIZE + "\n".join(lines)
 
@@ -295,6 +318,9 @@ class Expert:
         """Runs the tests and returns the names of the functions that they call wrong."""
         command = ("run_command", (self.task.test_command,))
         (output,) = yield from self.turn("Run the tests.", command)
+        # Flaw: it ends though they are red.
+        if not output.endswith(" 0 failed") and self.errs("unfinished", 0.2):
+            yield Action("Done.", flaw="unfinished")
         return re.findall(r"^\w+\.(\w+)\(", output, re.M)
 
     def lookup(self, target, sure=False):
@@ -450,19 +476,31 @@ class Expert:
         return bool(shown)
 
     def final_message(self, done):
-        """One short line. Flaw: now and then the message is empty or rambles."""
+        """One short line. Flaw: now and then the message is empty or rambles; or it is untrue."""
         # The rollout ends with the flawed message, unless a hint takes it back: then the generator
         # goes on to the last line.
         names = ", ".join(target.name for target in done)
         if self.chance(0.1):
             yield Action("", flaw="communication")
+        elif self.errs("communication", 0.2):
+            yield Action(f"{self.kind.done} {self.untrue_names(done)}.", flaw="communication")
         elif self.chance(0.1):
             yield Action(
                 "I looked at the files, then I thought about what was missing, and then I wrote it."
-                f" {self.kind.done} {names}. I hope this helps.",
-                flaw="communication",
+                f" {self.kind.done} {names}. I hope this helps."
             )
         yield Action(f"{self.kind.done} {names}." if names else "Nothing done.")
+
+    def untrue_names(self, done):
+        """The names of these targets, with one left out, or with a function that is as it was."""
+        names = [target.name for target in done]
+        if len(names) > 1 and self.rng.random() < 0.5:
+            names.pop(self.rng.randrange(len(names)))
+            return ", ".join(names)
+        every = re.findall(r"^def (\w+)\(", "\n".join(self.task.files.values()), re.M)
+        wanted = {target.name for target in self.targets}
+        others = [name for name in every if name not in wanted and name not in self.old_names]
+        return ", ".join([*names, self.rng.choice(others or ["all"])])
 
 
 def body_lines(text, name):
