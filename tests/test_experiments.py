@@ -34,10 +34,21 @@ from command import checkpoints, failures
 from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
-from experiments import contexts, effort, hacking, objective, opponents, retold, runner, sdft
+from experiments import (
+    contexts,
+    effort,
+    habits,
+    hacking,
+    learn_new,
+    objective,
+    opponents,
+    retold,
+    runner,
+)
 from experiments import summary, tables, tasks, teachers
 
 from world import expert
+from world.judge import run_trusted
 from world.task import Action
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +84,8 @@ def recipe(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setitem(train.STAGE, "rl", train.STAGE["rl"])
     monkeypatch.setattr(expert, "THOROUGH", dict(expert.THOROUGH))
+    yield
+    learn_new.until_the_end.close()
 
 
 def stage_of(patch, **config):
@@ -100,8 +113,8 @@ def log_of(folder, stage="rl"):
         (objective.over_the_deviation, [1, -1, 1, -1]),
         (objective.over_its_own_length, [1, -0.125, 0.25, -2]),
         (objective.overlong_masked, [0.25, 0, 0.25, -0.25]),
-        (sdft.imitate, [1, 1, 1, 1]),
-        (sdft.hints_alone, [0.25, -0.25, 0.25, -0.25]),
+        (learn_new.imitate, [1, 1, 1, 1]),
+        (learn_new.hints_alone, [0.25, -0.25, 0.25, -0.25]),
     ],
 )
 def test_a_patch_of_the_objective_changes_the_advantages_as_it_says(patch, expected):
@@ -324,7 +337,7 @@ def test_with_hints_alone_there_is_no_policy_gradient():
     batch = pack([segment_of(("user", 2), ("assistant", 5))], [0.7])
     logp = torch.randn(batch["tokens"].shape)
     plain = policy_loss(logp, batch, 3.0, None, 0.0)
-    assert stage_of(sdft.hints_alone).policy_objective(logp, batch, 3.0, None) == 0 * plain
+    assert stage_of(learn_new.hints_alone).policy_objective(logp, batch, 3.0, None) == 0 * plain
     assert plain != 0
 
 
@@ -408,7 +421,7 @@ def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
 
 def test_with_six_habits_a_tenth_of_the_faultless_turns_has_a_hint():
     assert train.NEUTRAL_HINT_RATE == 0.05
-    sdft.EXPERIMENT.sft.patch()
+    habits.more_neutral_hints()
     assert train.NEUTRAL_HINT_RATE == 0.1
 
 
@@ -518,7 +531,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
 ):
     rl = [*SMALL, *RL, "--max_turns=20", "--warmup=0", f"--start_from={run}"]
     before = weights(run / "sft")
-    sdft.imitate()
+    learn_new.imitate()
     flags = ["--router_replay=0", "--feedback=0"]
     monkeypatch.setattr(train, "SLOPPY", 0.0)
     train.main([*rl, f"--out={tmp_path}/a", *flags])
@@ -528,7 +541,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0)
 
     # Hints are the only thing to learn from, on the rollouts of a careless expert.
-    class HintsOnDemonstrations(sdft.HintsAlone, sdft.Imitation):
+    class HintsOnDemonstrations(learn_new.HintsAlone, learn_new.Imitation):
         pass
 
     train.STAGE["rl"] = HintsOnDemonstrations
@@ -548,7 +561,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert log["flagged"] > 10
     assert [log["gap"], log["feedback_kl"]] == pytest.approx([0, 0], abs=1e-7)
 
-    sdft.hints_alone()
+    learn_new.hints_alone()
     train.main([*rl, f"--out={tmp_path}/b", "--feedback=0"])
     assert not torch.equal(weights(tmp_path / "c" / "rl")["head.weight"], before["head.weight"])
     for name, tensor in weights(tmp_path / "b" / "rl").items():
@@ -565,6 +578,67 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
         logp = model.logprobs(model(batch["tokens"]), batch["targets"])
         likelihood.append(float((logp * batch["mask"]).sum()))
     assert likelihood[1] > likelihood[0] + 1
+
+
+def test_new_operations_are_told_by_name_in_training_tasks_alone_and_only_within():
+    def tasks_of(level, split):
+        return [synth_tasks.make_task(level, seed, split) for seed in range(6)]
+
+    def told(made):
+        return [task.problem_statement for task in made]
+
+    before = told(tasks_of(0, "train"))
+    held_out = told(tasks_of(0, "heldout") + tasks_of(3, "heldout"))
+    with learn_new.new_operations():
+        assert told(tasks_of(0, "heldout") + tasks_of(3, "heldout")) == held_out
+        for task in tasks_of(0, "train"):
+            (target,) = task.meta["targets"]
+            ((op, k),) = target["steps"]
+            # The oracle is Python: what the hidden inputs demand, by what the name means.
+            meaning = {"mirror": lambda x: k - x, "fold": lambda x: abs(x - k)}[op]
+            reduce = {"list": list, "sum": sum, "count": len, "largest": max}[target["reduction"]]
+            for _, _, (xs,), value in task.hidden:
+                assert value == reduce([meaning(x) for x in xs])
+            assert f"{op} {k}, return" in task.problem_statement
+            assert "abs(" not in task.problem_statement and " - x" not in task.problem_statement
+            _, files = expert.record_expert(task, random.Random(0), sloppy=0)
+            assert run_trusted(files).exit_code == 0
+    assert told(tasks_of(0, "train")) == before
+
+
+def test_another_policy_teaches_every_turn_with_the_weights_that_plain_sft_has_left(
+    run, tmp_path, capsys
+):
+    words = [*SMALL, *RL, "--levels=0", "--curriculum=0", f"--start_from={run}"]
+    learn_new.another_policy()
+    out = f"--out={tmp_path}/another_policy-1"
+    with pytest.raises(SystemExit):
+        train.main([*words, out])
+    assert "the arm of plain SFT comes first" in capsys.readouterr().err
+    learn_new.until_the_end.close()
+
+    learn_new.plain_sft()
+    flags = ["--feedback=0", "--router_replay=0", f"--out={tmp_path}/plain_SFT-1"]
+    train.main([*words, *flags, "--warmup=0", "--adam_lr=0.01"])
+    learn_new.until_the_end.close()
+
+    class Watched(learn_new.AnotherPolicy):
+        def after_step(self):
+            super().after_step()
+            taught.append({name: held.clone() for name, held in self.teacher.weights.items()})
+
+    taught = []
+    learn_new.another_policy()
+    train.STAGE["rl"] = Watched
+    train.main([*words, out, "--warmup=0"])
+    learn_new.until_the_end.close()
+    for name, tensor in weights(tmp_path / "plain_SFT-1" / "rl").items():
+        if name in taught[0]:
+            assert torch.equal(taught[0][name], tensor.float()), name
+    # Every sampled token is a target, and with other weights the teacher says something else.
+    log = log_of(tmp_path / "another_policy-1")
+    assert log["flagged"] == pytest.approx(4 * log["sampled"]) and log["feedback_kl"] > 0
+    assert len(taught[0]) > 20
 
 
 def test_an_arm_logs_the_curves_of_every_experiment_and_is_evaluated_on_the_tasks_it_saw_too(

@@ -38,7 +38,7 @@ from command import (
 from commands import Command, run_command
 from conftest import run_ranks
 from experiments import effort
-from experiments.sdft import Imitation
+from experiments.learn_new import Imitation
 from published.export import write_checkpoint
 from published.loading import load_model
 from published.tokenizers import read_tokenizer
@@ -936,7 +936,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them
     end both."""
 
-    imitation = ["-m", "experiments.runner", "--arm=experiments.sdft:imitate", "--"]
+    imitation = ["-m", "experiments.runner", "--arm=experiments.learn_new:imitate", "--"]
     # Where failures pay for their effort, a policy that solves nothing learns something, too.
     paying = ["-m", "experiments.runner", "--arm=experiments.effort:failures_pay", "--"]
 

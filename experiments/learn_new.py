@@ -1,0 +1,262 @@
+"""learn_new.py: Learn something new, forget less: from demonstrations, hints, or another policy?
+
+Two operations that no policy has seen, by names that say nothing: the task asks for `mirror 7` and
+means `7 - x`, for `fold 7` and means `abs(x - 7)`. 20 steps on tasks of level 0 that need them.
+Measured are held-out tasks of this kind, and what is forgotten of all other levels.
+
+    reward alone            RL, whose rollouts have to hit upon it
+    plain SFT               imitates the expert: demonstrations in the place of rollouts
+    self-distillation       the policy's own rollouts; the teacher reads the expert's code above
+                            each turn of those that failed. Forward KL, no reward (SDFT, 2601.19897)
+    hints                   RL, and a sentence with the meaning above an edit that got it wrong
+    another policy          the policy's own rollouts; the teacher is what plain SFT has become
+                            (on-policy distillation), all that was sampled, no reward
+
+    python -m experiments.learn_new
+
+Found: nothing yet, the arms have not been run.
+"""
+
+import itertools
+import random
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import eval
+import feedback_distill
+import rollout
+import synth_tasks
+import train
+from command import checkpoints
+from command.flags import usage_error
+from experiments import contexts, runner
+from experiments.runner import Arm, Experiment
+from world import micro
+
+# 1. What is new: name -> (what it means for x, what it computes)
+NEW = {
+    "mirror": ("{k} - x", lambda xs, k: [k - x for x in xs]),
+    "fold": ("abs(x - {k})", lambda xs, k: [abs(x - k) for x in xs]),
+}
+NEW_WORDS = micro.Words(list(NEW), list(micro.REDUCTIONS))
+
+
+def told(function):
+    """What the task says of such a function: the name of the operation, and not its code."""
+    steps = [f"{op} {k}" for op, k in function.steps]
+    return ", ".join([*steps, f"return {micro.ALL_REDUCTIONS[function.reduction]}"])
+
+
+@contextmanager
+def new_operations():
+    """Within it the training tasks whose targets have one step need one of them. Held-out tasks stay
+    what they are: they tell what is forgotten."""
+    plain_draw, plain_phrase = synth_tasks.draw_function, micro.Function.phrase
+
+    def draw(rng, module, noun, steps, held_out, words):
+        # Of a training task of level 0 the target alone has one step at most.
+        words = NEW_WORDS if steps == (1, 1) and not held_out else words
+        return plain_draw(rng, module, noun, steps, held_out, words)
+
+    def phrase(function):
+        is_new = any(op in NEW for op, _ in function.steps)
+        return told(function) if is_new else plain_phrase(function)
+
+    for op, (expression, meaning) in NEW.items():
+        micro.ALL_OPS[op], micro.MEANING[op] = ("map", expression), meaning
+    synth_tasks.draw_function, micro.Function.phrase = draw, phrase
+    try:
+        yield
+    finally:
+        synth_tasks.draw_function, micro.Function.phrase = plain_draw, plain_phrase
+        for op in NEW:
+            del micro.ALL_OPS[op], micro.MEANING[op]
+
+
+# 2. Who acts? RL hands tasks to `workers` and collects groups of rollouts from them. Whatever has
+#    these methods can stand there: here an expert that plays its demonstrations.
+class ScriptedExpert:
+    """Stands where Reinforcement has its workers and its publisher: tasks go in, demonstrations
+    come out. Nothing is sampled, so no weights are published."""
+
+    restarts = 0
+
+    def __init__(self, run):
+        self.run = run
+
+    # The publisher's part: new weights are for policies that sample.
+    def publish(self, version, weights):
+        return {}
+
+    # The workers' part: a job goes in, its rollouts come out.
+    def submit(self, tasks, numbers, seed):
+        return tasks, numbers, seed
+
+    def collect(self, job):
+        """-> groups of demonstrations, each from random numbers of its own"""
+        tasks, numbers, seed = job
+        group = range(self.run.config.group_size)
+        return [
+            [self.play(task, random.Random(f"{seed}/{number}/{j}")) for j in group]
+            for task, number in zip(tasks, numbers)
+        ]
+
+    def play(self, task, rng):
+        """-> the rollout of one demonstration, judged without running its tests"""
+        run, config = self.run, self.run.config
+        limits = train.agent_limits(config)
+        played = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
+        # The judge is not asked: the tests pass if every line that was deleted is there again.
+        played.passed = True
+        for path, deleted in task.solution.items():
+            there = {"", *played.files[path].split("\n")}
+            if not set(deleted.split("\n")) <= there:
+                played.passed = False
+        return played
+
+    def close(self):
+        pass
+
+
+# 3. What is learned? With an advantage of one for all, the policy gradient is the gradient of the
+#    demonstrations' likelihood: this is SFT in the loop of RL.
+class Imitation(train.Reinforcement):
+    def __init__(self, run):
+        super().__init__(run)
+        self.workers.close()
+        self.workers = self.publisher = ScriptedExpert(run)
+
+    def group_advantages(self, group):
+        return np.ones(len(group))
+
+    def group_losses(self, groups, log):
+        yield from super().group_losses(groups, log)
+        # These say how far the policy is from the one that sampled. Here no policy did.
+        log.update(mismatch=0.0, stale=0.0, stalest=0)
+
+
+# 4. The arms of distillation: rollouts as in RL, but the reward has weight zero. Left is what the
+#    teacher says.
+class HintsAlone(train.Reinforcement):
+    def policy_objective(self, logp, batch, normaliser, reference):
+        return 0.0 * super().policy_objective(logp, batch, normaliser, reference)
+
+
+class SelfDistillation(contexts.WithContext, HintsAlone):
+    context = staticmethod(contexts.demonstration)
+
+
+def meaning(played, group):
+    """What the operation means, above each edit that got it wrong"""
+
+    def tell(e, i, target):
+        return f"Reminder: {told(target)}: {', '.join(target.lines())}."
+
+    return contexts.above_wrong_edits(played, tell)
+
+
+class Meaning(contexts.WithContext):
+    context = staticmethod(meaning)
+
+
+class AnotherPolicy(HintsAlone):
+    """The teacher reads what the student reads. It has the weights with which the arm of plain SFT,
+    whose folder stands beside this one's, has ended."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        out = Path(run.config.out)
+        path = out.with_name(out.name.replace("another_policy", "plain_SFT")) / "rl"
+        try:
+            learned, _ = checkpoints.load_model(path)
+        except (OSError, ValueError):
+            usage_error(f"{path}: the arm of plain SFT comes first", "experiments.learn_new")
+        weights = dict(itertools.chain(learned.named_parameters(), learned.named_buffers()))
+        for name, held in self.teacher.weights.items():
+            held.copy_(weights[name].detach())
+        self.teacher.kind = "frozen"
+
+    def find_hints(self, played):
+        turns = [
+            (e, i)
+            for e, segment in enumerate(played.segments)
+            for i, turn in enumerate(segment.turns)
+            if turn.role == "assistant"
+        ]
+        return [feedback_distill.Hint("", segment=e, turn=i) for e, i in turns]
+
+
+# 5. The patches.
+until_the_end = ExitStack()  # of the arm's process
+
+
+def new_tasks():
+    until_the_end.enter_context(new_operations())
+
+
+def imitate():
+    train.STAGE["rl"] = Imitation
+
+
+def hints_alone():
+    train.STAGE["rl"] = HintsAlone
+
+
+def plain_sft():
+    new_tasks()
+    imitate()
+
+
+def self_distillation():
+    new_tasks()
+    train.STAGE["rl"] = SelfDistillation
+    feedback_distill.DIVERGENCE = "forward"
+
+
+def hints_with_meaning():
+    new_tasks()
+    train.STAGE["rl"] = Meaning
+
+
+def another_policy():
+    new_tasks()
+    train.STAGE["rl"] = AnotherPolicy
+
+
+# 6. What is measured. The evaluation itself is of tasks that all know.
+def learned_and_forgotten(folder, policies):
+    """What is solved of tasks that need what is new, with seeds that no training has; and of the
+    levels of the default run that no arm has trained on, before and after."""
+    with new_operations():
+        tasks = eval.held_out(48, (0,), split="train")
+        groups = eval.play_tasks(*eval.load_policy(folder), tasks, passes=1)
+    solved = [rollout.grade(played) or played.solved for group in groups for played in group]
+    numbers = {"new": float(np.mean(solved))}
+    for when, policy in (("before", "before RL"), ("after", "after RL")):
+        levels = list(policies[policy]["levels"].values())
+        numbers[f"other levels {when}"] = float(np.mean([level["solved"] for level in levels[1:]]))
+    return numbers
+
+
+# 7. The arms.
+NARROW = ("--levels=0", "--curriculum=0", "--steps=20")
+EXPERIMENT = Experiment(
+    question="Learn something new, forget less",
+    curves=("solved",),
+    arms={
+        "reward alone": Arm((*NARROW, "--feedback=0"), new_tasks),
+        # A demonstration has no record of routed experts that could be replayed.
+        "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), plain_sft),
+        "self-distillation": Arm(NARROW, self_distillation),
+        "hints": Arm(NARROW, hints_with_meaning),
+        "another policy": Arm(NARROW, another_policy),
+    },
+    more=learned_and_forgotten,
+    by_seed=("new", "other levels before", "other levels after"),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.learn_new", sys.argv[1:])
