@@ -1426,10 +1426,12 @@ def train(config, interrupted, sources=None):
     except ValueError as error:
         usage_error(str(error))
 
-    # 4) The loop. From here on a signal ends training after its step, with a checkpoint.
+    # 4) The loop. From here on a signal ends training after its step, with a checkpoint. The last
+    #    one may still be written when the loop has ended.
     launch.stop_after_step(interrupted)
     first_step = begun["step"] if begun else 0
-    return loop(run, source, optimizer, first_step, interrupted, out)
+    with checkpoints.saves_finished():
+        return loop(run, source, optimizer, first_step, interrupted, out)
 
 
 def loop(run, source, optimizer, step, interrupted, out):

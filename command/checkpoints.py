@@ -6,7 +6,8 @@ checksum of each of them. A policy that is only to be used (assets/sft) has its 
 model.safetensors instead, and no optimizer. Three parts:
 
     write     over any layout of the weights; whole after a kill at any moment, since a folder gets
-              its name only when it is complete
+              its name only when it is complete. From a GPU in the background: training waits for a
+              copy in the machine's memory, and not for the disk
     read      into any other layout. A folder that was damaged, or that a stranger made, is refused
               in one line before anything of it is loaded: by sizes and checksums; by names, since
               nothing outside the folder is part of it; and by .metadata, a pickle, out of which
@@ -21,6 +22,7 @@ It knows torch and what it is handed: a model, an optimizer, a configuration.
 Left out: signatures. Who can write the folder can also write its checksums.
 """
 
+import copy
 import errno
 import io
 import json
@@ -29,8 +31,10 @@ import pickle
 import shutil
 import time
 import warnings
+import weakref
 import zlib
-from contextlib import contextmanager
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 import torch
@@ -61,44 +65,101 @@ class DamagedCheckpoint(ValueError):
 # ---------------------------------------------------------------- write
 
 
-def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
+save_under_way = []  # the future of the save that is written in the background
+
+
+def save_checkpoint(directory, model, optimizer=None, extra=None, more=None, in_background=None):
     """Write a checkpoint to a folder that all ranks see. It holds the weights, the optimizer state
     (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
-    (plain data, equal on all ranks: configuration, tokenizer, step).
+    (plain data, equal on all ranks: configuration, tokenizer, step), all as they are at the call.
 
-    The folder gets its name, and replaces the checkpoint before it, only when every file is
-    complete. A full disk: SaveFailed on every rank, and the checkpoint before stays. Call it when
-    router loads are zero, right after update_router_bias(): they are counts of one rank, and only
-    one rank's are kept."""
+    in_background: None: where a tensor is on a GPU. Then a thread writes while training goes on,
+    and the next save or `finish_save` waits for it and raises what it raised.
+    A full disk: SaveFailed on every rank, and the checkpoint before stays. Call it when router
+    loads are zero, right after update_router_bias(): they are counts of one rank, and only one
+    rank's are kept."""
+    finish_save()
+    tensors = checkpoint_tensors(model, optimizer) | (more or {})
+    if in_background is None:
+        in_background = any(tensor.is_cuda for tensor in tensors.values())
+    if not in_background:
+        return write_and_rename(directory, tensors, extra)
+
+    # The next step changes the weights, and what the source of the batches keeps. So both are
+    # copied before this returns. A DTensor stays one: its shard is on the CPU then.
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    extra, group = copy.deepcopy(extra), background_group()
+    # A thread for this save alone: one that waits for the next would be missing in forked children.
+    thread = futures.ThreadPoolExecutor(1)
+    save_under_way.append(thread.submit(write_and_rename, directory, tensors, extra, group))
+    thread.shutdown(wait=False)
+
+
+def finish_save():
+    """Waits for the save under way, where there is one. SaveFailed where it could not be written"""
+    while save_under_way:
+        save_under_way.pop().result()
+
+
+@contextmanager
+def saves_finished():
+    """A context that no save outlives, whatever ends it"""
+    try:
+        yield
+    except BaseException:
+        # What ended it is told, and not that this save failed as well.
+        with suppress(Exception):
+            finish_save()
+        raise
+    finish_save()
+
+
+background_groups = weakref.WeakKeyDictionary()  # {group of all ranks: that of the background}
+
+
+def background_group():
+    """The process group in which the ranks' background threads meet; None in a single process.
+    In the group of all ranks, their collectives would mix with those of training. It is made once,
+    by all ranks, and ends with the group of all ranks."""
+    if not dist.is_initialized():
+        return None
+    everyone = dist.group.WORLD
+    if everyone not in background_groups:
+        background_groups[everyone] = dist.new_group(backend="gloo")
+    return background_groups[everyone]
+
+
+def write_and_rename(directory, tensors, extra, group=None):
+    """Writes {name: tensor} and extra. The folder gets its name, and replaces the checkpoint before
+    it, only when every file is complete. group: in which the ranks meet; None: that of all ranks"""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     # An empty folder, beside the checkpoint that is there.
-    with fail_on_all_ranks(directory, part):
+    with fail_on_all_ranks(directory, part, group):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
 
     # Every rank writes its shards.
-    with fail_on_all_ranks(directory, part):
+    with fail_on_all_ranks(directory, part, group):
         # No copies ahead: with them, the writer asks CUDA for a stream even where all tensors are
         # on the CPU.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-        tensors = checkpoint_tensors(model, optimizer) | (more or {})
-        run_dcp(dcp.save, tensors, storage_writer=writer)
+        run_dcp(dcp.save, tensors, storage_writer=writer, process_group=group)
 
     # Every rank computes the checksums of the files that it has written itself, so that they take
     # no longer with more ranks.
-    with fail_on_all_ranks(directory, part):
+    with fail_on_all_ranks(directory, part, group):
         mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
     manifest = {}
-    for files in gather_from_ranks(mine):
+    for files in gather_from_ranks(mine, group):
         manifest.update(files)
-    with fail_on_all_ranks(directory, part):
+    with fail_on_all_ranks(directory, part, group):
         wait_for_files(part, manifest)
 
     # The first rank adds the rest, and gives the folder its name.
-    with fail_on_all_ranks(directory, part):
+    with fail_on_all_ranks(directory, part, group):
         if rank == 0:
             # To memory first: torch's own writer says nothing of a full disk that a reader would
             # understand.
@@ -145,7 +206,7 @@ def wait_for_files(folder, names):
 
 
 @contextmanager
-def fail_on_all_ranks(directory, part):
+def fail_on_all_ranks(directory, part, group):
     """Around one step of a save: where it fails on any rank, the unfinished folder `part` is
     deleted and SaveFailed is raised on every rank."""
     problem = ""
@@ -155,7 +216,7 @@ def fail_on_all_ranks(directory, part):
         problem = explain_write_error(error)
 
     # A rank that failed gets here too, so all learn of the failure and none waits in vain.
-    problems = [p for p in gather_from_ranks(problem) if p]
+    problems = [p for p in gather_from_ranks(problem, group) if p]
     if problems:
         # Every rank does it: each may have written to a disk of its own.
         shutil.rmtree(part, ignore_errors=True)
@@ -231,12 +292,12 @@ def check_same_on_ranks(what, value):
         usage_error(f"the ranks have read different {what}: all machines need the same files")
 
 
-def gather_from_ranks(item):
+def gather_from_ranks(item, group=None):
     """The items of all ranks, on every rank. Also a barrier: the ranks wait for each other."""
     if not dist.is_initialized():
         return [item]
     items = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group)
     return items
 
 
