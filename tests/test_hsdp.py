@@ -7,11 +7,14 @@ import json
 import math
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -547,6 +550,115 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
 
 
+def save_held_up(monkeypatch, *arguments, where=(checkpoints, "run_dcp"), when=lambda *_: True):
+    """A save in the background that stops at a call of a function -> (an event: it is there, an
+    event that lets it go on)"""
+    there, go_on, right = threading.Event(), threading.Event(), getattr(*where)
+
+    def wait(*args, **named):
+        if when(*args):
+            there.set()
+            assert go_on.wait(60)
+        return right(*args, **named)
+
+    monkeypatch.setattr(*where, wait)
+    checkpoints.save_checkpoint(*arguments, in_background=True)
+    return there, go_on
+
+
+def save_while_training(rank, world, folder, sizes):
+    """A step, a save in the background, and a step before anything of it is written -> the whole
+    states: at the save, later, and as read back; the sums of the files; those of a plain save"""
+    meshes = make_meshes(world, **sizes)
+    model = parallelize(build(), meshes)
+    optimizer = make_optimizer(model)
+    forward_backward(model, meshes, 0)
+    update(model, optimizer)
+
+    # The ranks meet in both steps while the other thread waits, or meets too.
+    whole = lambda: [hsdp.full_state(model), whole_optimizer(model, optimizer)]
+    extra, before = {"step": 1, "source": [1]}, whole()
+    checkpoints.save_checkpoint(f"{folder}/plain", model, optimizer, extra)
+    with pytest.MonkeyPatch.context() as patch:
+        _, go_on = save_held_up(patch, f"{folder}/run", model, optimizer, extra)
+        extra["source"].append(2)
+        forward_backward(model, meshes, 1)
+        update(model, optimizer)
+        after = whole()
+        assert not os.path.exists(f"{folder}/run")
+        go_on.set()
+        forward_backward(model, meshes, 2)
+        checkpoints.finish_save()
+
+    assert checkpoints.load_checkpoint(f"{folder}/run", model, optimizer)["source"] == [1]
+    sums = []
+    for name in ("run", "plain"):
+        manifest = json.loads(Path(folder, name, "manifest.json").read_text())
+        sums.append({file: entry for file, entry in manifest.items() if file.endswith("distcp")})
+    return [before, after, whole(), *sums]
+
+
+@pytest.mark.parametrize("world, sizes", [(1, {}), (2, {}), (4, dict(cp=2, ep=2))])
+def test_training_goes_on_while_what_it_had_at_the_call_is_saved(world, sizes, tmp_path):
+    for before, after, read, sums, plain_sums in run_ranks(
+        world, save_while_training, str(tmp_path), sizes
+    ):
+        for at_call, later, found in zip(before, after, read):
+            assert all(torch.equal(found[name], t) for name, t in at_call.items())
+            assert not any(torch.equal(later[name], t) for name, t in at_call.items() if t.ndim > 1)
+        assert len(sums) == world and sums == plain_sums
+
+
+def kill_while_saving(rank, world, folder, where):
+    model = parallelize(build(), make_meshes(world))
+    checkpoints.save_checkpoint(folder, model, None, {"step": 1})
+    # The second of the two renames; torch renames files as well.
+    where = (Path, "rename") if where == "rename" else (checkpoints, where)
+    when = lambda *args: where[0] is not Path or args[0].name == "run.part"
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = folder, model, None, {"step": 2}
+        there, _ = save_held_up(patch, *arguments, where=where, when=when)
+        # Only rank 0 renames. Its neighbour, which waits for it, is killed a little later.
+        there.wait(60 if rank == 0 else 2)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("where", ["run_dcp", "describe_file", "wait_for_files", "rename"])
+def test_killed_while_it_is_written_in_the_background_the_checkpoint_before_is_whole(
+    where, tmp_path
+):
+    folder, model = tmp_path / "run", build()
+    run_ranks(2, kill_while_saving, str(folder), where, may_die=(0, 1))
+    assert Path(f"{folder}.part").exists()
+    assert checkpoints.load_checkpoint(folder, model) == {"step": 1}
+    checkpoints.save_checkpoint(folder, model, None, {"step": 3}, in_background=True)
+    checkpoints.finish_save()
+    assert checkpoints.load_checkpoint(folder, model) == {"step": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_save_is_waited_for_at_the_next_one_at_the_end_and_after_an_error(saved, monkeypatch):
+    folder, model, optimizer = saved
+    step = lambda: checkpoints.load_extra(folder)["step"]
+    _, go_on = save_held_up(monkeypatch, folder, model, optimizer, {"step": 2})
+    threading.Timer(0.3, go_on.set).start()
+    assert step() == 1
+    with checkpoints.saves_finished():
+        checkpoints.save_checkpoint(folder, model, optimizer, {"step": 3}, in_background=True)
+        assert step() >= 2
+    assert step() == 3
+
+    # What ended the work is told, whether the disk took what was saved or not.
+    for write, number in ((checkpoints.write_synced, 4), (full, 5)):
+        monkeypatch.setattr(checkpoints, "write_synced", write)
+        _, go_on = save_held_up(monkeypatch, folder, model, optimizer, {"step": number})
+        threading.Timer(0.3, go_on.set).start()
+        with pytest.raises(ZeroDivisionError), checkpoints.saves_finished():
+            1 / 0
+        assert step() == 4 and not checkpoints.save_under_way
+
+
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
     with pytest.raises(ValueError, match="not one of this model"):
@@ -643,6 +755,7 @@ def zip_writer_fails(*args, **named):
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
 
+@pytest.mark.parametrize("told_by", ["the call", "the wait", "the next save"])
 @pytest.mark.parametrize(
     "where, name, failure",
     [
@@ -654,13 +767,16 @@ def zip_writer_fails(*args, **named):
     ],
 )
 def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
-    saved, monkeypatch, where, name, failure
+    saved, monkeypatch, where, name, failure, told_by
 ):
     folder, model, optimizer = saved
+    save = partial(checkpoints.save_checkpoint, folder, model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
+        if told_by != "the call":
+            save({"step": 2}, in_background=True)
         with pytest.raises(checkpoints.SaveFailed) as refusal:
-            checkpoints.save_checkpoint(folder, model, optimizer, {"step": 2})
+            checkpoints.finish_save() if told_by == "the wait" else save({"step": 3})
     text = str(refusal.value)
     assert (
         "the disk is full" in text
@@ -675,7 +791,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     assert checkpoints.load_checkpoint(folder, model, optimizer) == {"step": 3}
 
 
-def one_disk_is_full(rank, world, folder):
+def one_disk_is_full(rank, world, folder, in_background):
     """-> what each rank is told when one of them cannot write, at different moments, and what is
     there afterwards"""
     model, told = parallelize(build(), make_meshes(world)), []
@@ -686,7 +802,10 @@ def one_disk_is_full(rank, world, folder):
         right = getattr(where, name)
         setattr(where, name, full if rank == failing else right)
         try:
-            checkpoints.save_checkpoint(folder, model, None, {"step": 2})
+            checkpoints.save_checkpoint(
+                folder, model, None, {"step": 2}, in_background=in_background
+            )
+            checkpoints.finish_save()
             told.append("saved")
         except checkpoints.SaveFailed as error:
             told.append(str(error))
@@ -696,8 +815,9 @@ def one_disk_is_full(rank, world, folder):
     return told
 
 
-def test_all_ranks_are_told_that_one_disk_is_full(tmp_path):
-    first, second = run_ranks(2, one_disk_is_full, str(tmp_path / "run"))
+@pytest.mark.parametrize("in_background", [False, True])
+def test_all_ranks_are_told_that_one_disk_is_full(in_background, tmp_path):
+    first, second = run_ranks(2, one_disk_is_full, str(tmp_path / "run"), in_background)
     assert first == second
     # Files that rank 0 alone writes cannot fail on rank 1.
     assert [t if t == "saved" else "the disk is full" in t for t in first[::2]] == [True] * 5 + [

@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -730,6 +732,35 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
         torch.equal(whole[name], before[name]) for name in whole if name.endswith("down")
     )
     assert [line["step"] for line in read_log(tmp_path / "parts", stage)] == [1, 2, 3]
+
+
+def test_a_run_that_saves_in_the_background_is_the_same_run_and_ends_with_its_last_save(
+    run, tmp_path, monkeypatch
+):
+    """As on a GPU: with saves after each step, a slow disk, a stop by signal and a resume."""
+    common = [*SMALL, "--stage=rl", "--steps=3", "--save_every=1", f"--start_from={run}"]
+    common += ["--tasks_per_step=2", "--group_size=2", "--kl_coef=0.01"]
+    train.main([*common, f"--out={tmp_path}/plain"])
+
+    write, threads = checkpoints.write_synced, []
+
+    def slow(*arguments):
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_synced", slow)
+        save = partial(checkpoints.save_checkpoint, in_background=True)
+        patch.setattr(checkpoints, "save_checkpoint", save)
+        stop_in_step(2, [*common, f"--out={tmp_path}/parts"], "rl")
+        assert checkpoints.load_extra(tmp_path / "parts" / "rl")["step"] == 2
+        train.main([*common, f"--out={tmp_path}/parts", "--resume"])
+    assert threads and threading.main_thread() not in threads
+    first, second = (checkpoints.load_extra(tmp_path / name / "rl") for name in ("plain", "parts"))
+    assert first["source"] == second["source"] and second["step"] == 3
+    plain, parts = weights(tmp_path / "plain" / "rl"), weights(tmp_path / "parts" / "rl")
+    assert all(torch.equal(plain[name], parts[name]) for name in plain)
 
 
 def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run, tmp_path):
