@@ -14,7 +14,8 @@ import numpy as np
 
 
 def make_axes(title, x, y, panels=1):
-    """-> a figure, and its axes: one, or an array of `panels`"""
+    """-> a figure, and its axes: one, or an array of `panels`, in rows of three where they are more
+    than four"""
     # A notebook hands its own backend to the processes that it starts, which may not have that
     # module. Here nothing is shown on a screen. matplotlib reads the variable when it is imported
     # first.
@@ -23,8 +24,14 @@ def make_axes(title, x, y, panels=1):
     from matplotlib.figure import Figure
 
     # The title stands over the first panel alone.
-    figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
-    ax = figure.subplots(1, panels)
+    columns = panels if panels <= 4 else 3
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(2 + 4 * columns, 4 * rows), layout="constrained")
+    ax = figure.subplots(rows, columns)
+    if rows > 1:
+        for spare in ax.flat[panels:]:
+            spare.remove()
+        ax = ax.flatten()[:panels]
     for panel in np.atleast_1d(ax):
         panel.grid(alpha=0.3)
     np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)

@@ -16,7 +16,7 @@ import numpy as np
 import eval
 from benchmarks.harness import align_columns
 from command import drawing, learning_curves, step_log
-from command.policy_report import format_number
+from command.policy_report import ROWS, format_number
 
 # keys of the log for which the table tells the step at which a habit is down to a tenth
 HABITS = ("bad_tool", *eval.HABITS)
@@ -167,8 +167,8 @@ def list_runs(results, seeds, columns):
 
 
 def draw_curves(experiment, results, path):
-    """Mean over the seeds with the range between them: by step, each a running mean, and for some
-    by the level of held-out tasks"""
+    """Mean over the seeds, and each of them: by step, each a running mean, and for some by the level
+    of held-out tasks"""
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
@@ -180,14 +180,16 @@ def draw_curves(experiment, results, path):
     for panel, name in zip(axes, curves):
         for arm, runs in results.items():
             rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
-            draw_mean_and_range(panel, arm, np.array(rows), first_x=1)
-        panel.set(xlabel="step", ylabel=name.replace("_", " "))
+            draw_mean_and_seeds(panel, arm, np.array(rows), first_x=1)
+        # The table's words, where it has some.
+        said, *_ = ROWS.get(name, (name.replace("_", " "),))
+        panel.set(xlabel="step", ylabel=said)
 
     # Numbers by level. The dashed line is the first arm's policy before RL.
     for panel, name in zip(axes[len(curves) :], levels):
         for arm, runs in results.items():
             rows = np.array([run["levels"][name] for run in runs])
-            draw_mean_and_range(panel, arm, rows, first_x=0)
+            draw_mean_and_seeds(panel, arm, rows, first_x=0)
         if "began" in first:
             arm = next(iter(results))
             before = np.mean([run["began"][name] for run in results[arm]], 0)
@@ -201,8 +203,9 @@ def draw_curves(experiment, results, path):
     figure.savefig(path, dpi=120)
 
 
-def draw_mean_and_range(panel, arm, rows, first_x):
-    """Draws the mean over the seeds as a line, and the range between them. rows: (seeds, points)"""
+def draw_mean_and_seeds(panel, arm, rows, first_x):
+    """Draws the mean over the seeds as a line, and each seed as a thin one. rows: (seeds, points)"""
     x = range(first_x, first_x + rows.shape[1])
     line = panel.plot(x, rows.mean(0), label=arm)[0]
-    panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
+    if len(rows) > 1:
+        panel.plot(x, rows.T, color=line.get_color(), linewidth=0.6, alpha=0.5)
