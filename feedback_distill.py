@@ -236,13 +236,13 @@ def communication(rollout, e, i):
 def is_untrue(rollout, words):
     """Do these words name functions of a generated task otherwise than its files have changed? In
     a real repository a name may be any word."""
-    if not rollout.files:  # a transcript holds none
+    wanted = {target["name"] for target in rollout.task.meta.get("targets", ())}
+    if not wanted or not rollout.files:  # a transcript holds no files
         return False
     before, after = functions(rollout.task.files), functions(rollout.files)
     changed = {name for name in after if after[name] != before.get(name)}
-    wanted = {target["name"] for target in rollout.task.meta.get("targets", ())}
     named = set(words) & (before.keys() | after.keys() | wanted)
-    return bool(wanted and (named - changed or wanted & changed - named))
+    return bool(named - changed or wanted & changed - named)
 
 
 def functions(files):
