@@ -582,7 +582,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
 
 def test_new_operations_are_told_by_name_in_training_tasks_alone_and_only_within():
     def tasks_of(level, split):
-        return [synth_tasks.make_task(level, seed, split) for seed in range(6)]
+        return [synth_tasks.make_task(level, seed, split) for seed in range(12)]
 
     def told(made):
         return [task.problem_statement for task in made]
@@ -591,9 +591,13 @@ def test_new_operations_are_told_by_name_in_training_tasks_alone_and_only_within
     held_out = told(tasks_of(0, "heldout") + tasks_of(3, "heldout"))
     with learn_new.new_operations():
         assert told(tasks_of(0, "heldout") + tasks_of(3, "heldout")) == held_out
+        kinds = set()
         for task in tasks_of(0, "train"):
             (target,) = task.meta["targets"]
             ((op, k),) = target["steps"]
+            kinds.add(op in learn_new.NEW)
+            if op not in learn_new.NEW:
+                continue
             # The oracle is Python: what the hidden inputs demand, by what the name means.
             meaning = {"mirror": lambda x: k - x, "fold": lambda x: abs(x - k)}[op]
             reduce = {"list": list, "sum": sum, "count": len, "largest": max}[target["reduction"]]
@@ -603,6 +607,7 @@ def test_new_operations_are_told_by_name_in_training_tasks_alone_and_only_within
             assert "abs(" not in task.problem_statement and " - x" not in task.problem_statement
             _, files = expert.record_expert(task, random.Random(0), sloppy=0)
             assert run_trusted(files).exit_code == 0
+        assert kinds == {True, False}
     assert told(tasks_of(0, "train")) == before
 
 

@@ -58,7 +58,7 @@ def test_an_agent_calls_a_fifth_tool_that_is_one_function_and_a_wrong_call_is_re
         ("Tool not found: edit_file", "unknown_tool"),
     ]
     hint = feedback_distill.malformed_arguments(rollout, 0, 1)
-    assert hint == "Reminder: count_lines takes path."
+    assert hint == "Reminder: calls are read_file(path), count_lines(path)."
 
 
 def test_a_fifth_tool_works_on_a_real_folder_and_in_a_file_of_tasks(task, tmp_path):
