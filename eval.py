@@ -354,7 +354,7 @@ def rollout_rows(groups, rank):
                 probe=summarize.count_named_targets(played),
                 decode_steps=played.steps,
                 # All habits are looked for, also those that --habits leaves out.
-                flaws=faults_of(played),
+                faults=faults_of(played),
                 files=hash(frozenset(played.files.items())),
             )
             rows.append(row)

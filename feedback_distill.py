@@ -109,7 +109,7 @@ def malformed_arguments(rollout, e, i):
         return call_forms(rollout.task)
 
 
-NO_COMMENTS = "Reminder: code style: no comments in code."
+COMMENT_REMINDER = "Reminder: code style: no comments in code."
 STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 
 
@@ -120,7 +120,7 @@ def code_style(rollout, e, i):
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
         character = find_comment(call)
         if character is not None:
-            return Hint(NO_COMMENTS, n, character)
+            return Hint(COMMENT_REMINDER, n, character)
 
 
 def find_comment(call):
@@ -151,7 +151,7 @@ def blank_strings(line):
     return STRING.sub(quotes, line)
 
 
-IN_SIGHT = "Reminder: what is above need not be looked up again."
+REPEAT_REMINDER = "Reminder: what is above need not be looked up again."
 
 
 @rule
@@ -165,7 +165,7 @@ def repetition(rollout, e, i):
             # Only turn i is judged; the turns before it fill `seen`.
             key = call.name, *call.args
             if key in seen and j == i:
-                return IN_SIGHT
+                return REPEAT_REMINDER
 
             # What does the context show after this call?
             if call.name == "edit_file" and not call.error:
@@ -186,7 +186,7 @@ def ends_rollout(rollout, e, i):
     return not any(turn.role == "assistant" for turn in turns[i + 1 :])
 
 
-STILL_RED = "Reminder: end when the tests are green."
+RED_REMINDER = "Reminder: end when the tests are green."
 # how a test run ends, here and by pytest
 RED = re.compile(r"\b[1-9]\d* (failed|error)")
 
@@ -206,7 +206,7 @@ def unfinished(rollout, e, i):
             red = bool(RED.search(call.output))
         elif call.name in ("edit_file", "run_command") and not call.error:
             red = False
-    return STILL_RED if red else None
+    return RED_REMINDER if red else None
 
 
 def spoken_text(text):
@@ -216,8 +216,9 @@ def spoken_text(text):
     return after if close else before.partition("<think>")[0]
 
 
-TRUE_MESSAGE = "Reminder: the last message names what is done, no more and no less."
-# a function of a file: its indentation, its name, its text
+MESSAGE_REMINDER = "Reminder: the last message names what is done, no more and no less."
+# A function of a file: its indentation, its name, and its text, which goes on as long as lines are
+# indented further than the `def`, or empty.
 FUNCTION = re.compile(r"^([ \t]*)def (\w+)(\(.*(?:\n\1[ \t]+.*|\n[ \t]*(?=\n))*)", re.M)
 
 
@@ -230,7 +231,7 @@ def communication(rollout, e, i):
         # a thought is no message
         said = spoken_text(rollout.segments[e].turns[i].text).split()
         if not said or is_untrue(rollout, re.findall(r"\w+", " ".join(said))):
-            return TRUE_MESSAGE
+            return MESSAGE_REMINDER
 
 
 def is_untrue(rollout, words):
@@ -242,7 +243,9 @@ def is_untrue(rollout, words):
     before, after = functions(rollout.task.files), functions(rollout.files)
     changed = {name for name in after if after[name] != before.get(name)}
     named = set(words) & (before.keys() | after.keys() | wanted)
-    return bool(named - changed or wanted & changed - named)
+    named_but_not_done = named - changed
+    done_but_not_named = (wanted & changed) - named
+    return bool(named_but_not_done or done_but_not_named)
 
 
 def functions(files):
@@ -301,10 +304,10 @@ def hint_turn(tokenizer, text, turn):
 REMINDERS = {
     "unavailable_tool": available_tools,
     "malformed_arguments": call_forms,
-    "code_style": lambda task: NO_COMMENTS,
-    "repetition": lambda task: IN_SIGHT,
-    "unfinished": lambda task: STILL_RED,
-    "communication": lambda task: TRUE_MESSAGE,
+    "code_style": lambda task: COMMENT_REMINDER,
+    "repetition": lambda task: REPEAT_REMINDER,
+    "unfinished": lambda task: RED_REMINDER,
+    "communication": lambda task: MESSAGE_REMINDER,
 }
 
 

@@ -23,17 +23,18 @@ def make_axes(title, x, y, panels=1):
     # pyplot would keep every figure in memory, and a run draws many.
     from matplotlib.figure import Figure
 
-    # The title stands over the first panel alone.
     columns = panels if panels <= 4 else 3
     rows = -(-panels // columns)
     figure = Figure(figsize=(2 + 4 * columns, 4 * rows), layout="constrained")
     ax = figure.subplots(rows, columns)
     if rows > 1:
+        # The last row may have room for more panels than there are.
         for spare in ax.flat[panels:]:
             spare.remove()
         ax = ax.flatten()[:panels]
     for panel in np.atleast_1d(ax):
         panel.grid(alpha=0.3)
+    # The title stands over the first panel alone.
     np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
     return figure, ax
 

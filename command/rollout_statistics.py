@@ -56,7 +56,7 @@ def describe_rows(rows, habits):
     # Means and shares over all rollouts.
     log = {key: mean(row[key] for row in rows) for key in MEANS}
     for habit in habits:
-        log[habit] = mean(habit in row["flaws"] for row in rows)
+        log[habit] = mean(habit in row["faults"] for row in rows)
     log["bad_tool"] = mean(row["bad_tools"] > 0 for row in rows)
     log["no_turn"] = sum(row["turns"] == 0 for row in rows)
 

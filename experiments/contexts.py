@@ -104,6 +104,16 @@ def above_wrong_edits(played, tell):
     return hints
 
 
+def above_every_turn(played, text):
+    """Above each turn of the policy"""
+    hints = []
+    for e, segment in enumerate(played.segments):
+        for i, turn in enumerate(segment.turns):
+            if turn.role == "assistant":
+                hints.append(Hint(text, segment=e, turn=i))
+    return hints
+
+
 def specification(played, group):
     return above_wrong_edits(played, lambda e, i, target: f"{target.name}: {target.phrase()}")
 
@@ -133,11 +143,7 @@ def solved_sibling(played, group):
 def demonstration(played, group):
     if played.solved or not targets_of(played):
         return []
-    text = "".join(target.code() for target in targets_of(played))
-    places = []
-    for e, segment in enumerate(played.segments):
-        places += [(e, i) for i, turn in enumerate(segment.turns) if turn.role == "assistant"]
-    return [Hint(text, segment=e, turn=i) for e, i in places]
+    return above_every_turn(played, "".join(target.code() for target in targets_of(played)))
 
 
 CONTEXTS = (

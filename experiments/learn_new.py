@@ -14,8 +14,8 @@ them. Measured are such tasks with other seeds, and what is forgotten of all oth
 
     python -m experiments.learn_new
 
-Found: nothing is learned yet. At RL's rate all but the reward alone forget all else (.33 to .00), at
-a fifth of it plain SFT forgets nothing and learns as little (experiments/README.md). No figure.
+Found: nothing is learned yet. At RL's rate all but the reward alone forget all else (.33 to .00);
+at a fifth of it plain SFT forgets nothing and learns as little (experiments/README.md). No figure.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def is_new(function):
     return any(op in NEW for op, _ in function.steps)
 
 
-def told(function):
+def phrase_by_name(function):
     """What the task says of such a function: the name of the operation, and not its code."""
     steps = [f"{op} {k}" for op, k in function.steps]
     return ", ".join([*steps, f"return {micro.ALL_REDUCTIONS[function.reduction]}"])
@@ -70,7 +70,7 @@ def new_operations():
         return plain_draw(rng, module, noun, steps, held_out, words)
 
     def phrase(function):
-        return told(function) if is_new(function) else plain_phrase(function)
+        return phrase_by_name(function) if is_new(function) else plain_phrase(function)
 
     for op, (expression, meaning) in NEW.items():
         micro.ALL_OPS[op], micro.MEANING[op] = ("map", expression), meaning
@@ -160,7 +160,7 @@ def meaning(played, group):
     """What the operation means, above each edit that got it wrong"""
 
     def tell(e, i, target):
-        return f"Reminder: {told(target)}: {', '.join(target.lines())}."
+        return f"Reminder: {phrase_by_name(target)}: {', '.join(target.lines())}."
 
     return contexts.above_wrong_edits(played, tell)
 
@@ -187,13 +187,7 @@ class AnotherPolicy(HintsAlone):
         self.teacher.kind = "frozen"
 
     def find_hints(self, played):
-        turns = [
-            (e, i)
-            for e, segment in enumerate(played.segments)
-            for i, turn in enumerate(segment.turns)
-            if turn.role == "assistant"
-        ]
-        return [feedback_distill.Hint("", segment=e, turn=i) for e, i in turns]
+        return contexts.above_every_turn(played, "")
 
 
 # 5. The patches.

@@ -167,8 +167,8 @@ def list_runs(results, seeds, columns):
 
 
 def draw_curves(experiment, results, path):
-    """Mean over the seeds, and each of them: by step, each a running mean, and for some by the level
-    of held-out tasks"""
+    """Mean over the seeds, and each of them: by step (running means), for some by the level of
+    held-out tasks"""
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
@@ -204,7 +204,7 @@ def draw_curves(experiment, results, path):
 
 
 def draw_mean_and_seeds(panel, arm, rows, first_x):
-    """Draws the mean over the seeds as a line, and each seed as a thin one. rows: (seeds, points)"""
+    """Draws the mean over the seeds as a line, each seed as a thin one. rows: (seeds, points)"""
     x = range(first_x, first_x + rows.shape[1])
     line = panel.plot(x, rows.mean(0), label=arm)[0]
     if len(rows) > 1:

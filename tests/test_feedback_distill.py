@@ -146,7 +146,7 @@ def test_malformed_calls_are_told_how_calls_are_written_and_a_failed_call_is_non
 def test_code_style_finds_each_comment_and_nothing_else(new, place):
     hints = fd.detect(rollout([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
     found = [(hint.text, hint.call, hint.character) for hint in hints]
-    assert found == ([] if place is None else [(fd.NO_COMMENTS, 0, place)])
+    assert found == ([] if place is None else [(fd.COMMENT_REMINDER, 0, place)])
 
 
 def test_code_style_reads_only_new_lines_of_python():
@@ -268,7 +268,7 @@ def test_repetition_forgets_what_a_summary_has_removed_and_what_could_not_be_rea
 
 def test_unfinished_is_to_end_on_red_tests_with_nothing_done_about_it():
     (hint,) = fd.detect(rollout([*do(RED), BYE]), ["unfinished"])
-    assert (hint.turn, hint.text) == (3, fd.STILL_RED)
+    assert (hint.turn, hint.text) == (3, fd.RED_REMINDER)
     pytest_red = Call("run_command", ["python tests.py"], "== 1 error, 3 passed in 0.1s ==")
     assert fired(rollout([*do(pytest_red), *do(READ), BYE]), "unfinished") == [(0, 5)]
     assert fired(rollout([*do(RED), *do(EDIT), BYE]), "unfinished") == []
@@ -794,7 +794,7 @@ def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
 def test_a_call_without_arguments_that_is_made_again_is_named_by_its_tool():
     lint = Call("lint", [], "no findings")
     (hint,) = fd.detect(rollout([*do(lint), *do(lint), BYE]), ["repetition"])
-    assert (hint.turn, hint.text) == (3, fd.IN_SIGHT)
+    assert (hint.turn, hint.text) == (3, fd.REPEAT_REMINDER)
     # After an edit it may say something new.
     assert not fd.detect(rollout([*do(lint), *do(EDIT), *do(lint), BYE]), ["repetition"])
 

@@ -574,7 +574,7 @@ def test_a_log_keeps_nine_digits_and_a_number_that_is_none_is_null_in_every_file
 def test_a_share_of_nothing_is_left_out_of_the_log():
     nothing = dict(summaries=0, tokens=0, left=0, named=0)
     row = dict.fromkeys(rollout_statistics.MEANS, 0.0)
-    row |= dict(flaws=set(), bad_tools=0, reads=False, cheats=False, suspicious=False)
+    row |= dict(faults=set(), bad_tools=0, reads=False, cheats=False, suspicious=False)
     row |= dict(probe=nothing, group=(0, 0), files=1)
     log = rollout_statistics.describe_rows([row, row], ())
     shares = {"named", "summary_tokens", "cheats", "suspicious", "wrong_calls_per_turn"}
