@@ -4,6 +4,7 @@ is trained for real."""
 
 import importlib
 import json
+import math
 import os
 import random
 import re
@@ -25,6 +26,7 @@ from commands import run_command
 import eval as evaluation
 import feedback_distill
 import length_penalty
+import moe
 import rollout as rollout_module
 from rollout import Limits, Segment, Tokenizer, Turn, demonstrate, pack, policy_loss
 import summarize
@@ -73,6 +75,8 @@ def recipe(monkeypatch):
         (rollout_module, "pack"),
         (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
+        (expert.Expert, "think"),
+        (moe.Model, "logits"),
         (length_penalty, "Price"),
         (length_penalty, "SETTINGS"),
         (length_penalty, "read_weights"),
@@ -156,6 +160,50 @@ def test_digits_are_trained_at_three_prices_and_asked_for_at_five(run):
     for digit, word in effort.DIGITS.items():
         assert demonstrate_at(digit) == words[word]
     assert words["low"] != words["high"]
+
+
+def test_a_thought_says_again_what_the_edit_behind_it_writes():
+    """The specification that a tool has shown, word for word: always at high effort, never at
+    low"""
+    effort.thinks()
+    told = {setting: 0 for setting in length_penalty.SETTINGS}
+    for number in range(20):
+        task = synth_tasks.make_task(4, number)
+        phrases = {}
+        for line in task.files["docs.md"].splitlines():
+            name, _, phrase = line.partition(": ")
+            phrases[name] = phrase
+        for setting in told:
+            asked = length_penalty.ask_for(task, setting)
+            story, _ = expert.record_expert(asked, random.Random(number))
+            for action, _ in story:
+                if not action.text.startswith(effort.MARK):
+                    continue
+                told[setting] += 1
+                written = "".join(arguments[2] for name, arguments in action.calls)
+                for line in action.text[1:].splitlines():
+                    name, _, phrase = line.partition(": ")
+                    assert phrases[name] == phrase
+                    assert f"def {name.partition('.')[2]}(" in written
+    assert told["low"] == 0 < told["medium"] < told["high"]
+
+
+def test_thoughts_are_cut_where_the_mark_is_never_drawn():
+    """One token has no chance, the others keep their logits; and no other text of the world begins
+    with that mark."""
+    model = moe.ModelConfig(vocab=300, layers=1).build_model().eval()
+    hidden = torch.randn(2, 3, 128)
+    with torch.inference_mode():
+        plain = model.logits(hidden)
+        effort.thoughts_cut()
+        cut = model.logits(hidden)
+    assert BYTES.encode(effort.MARK) == [ord(effort.MARK)]
+    assert (cut[..., ord(effort.MARK)] == -math.inf).all()
+    kept = torch.arange(300) != ord(effort.MARK)
+    assert torch.equal(cut[..., kept], plain[..., kept])
+    for level in range(len(synth_tasks.LEVELS)):
+        task = synth_tasks.make_task(level, 0)
+        assert not any(effort.MARK in text for text in task.files.values())
 
 
 def flagged_rollouts(number=8):

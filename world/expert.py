@@ -252,7 +252,7 @@ class Expert:
     def turn(self, thought, *calls):
         """One turn of these calls, with a thought now and then; returns their outputs."""
         yield from self.call_missing_tool()
-        action = Action(thought if self.rng.random() < 0.15 else "", list(calls))
+        action = Action(self.think(thought, calls), list(calls))
 
         # Flaws: it looks again at what it has just seen; it leaves an argument out.
         if self.in_sight and self.errs("repetition", 0.15):
@@ -269,6 +269,10 @@ class Expert:
             if outputs != [HINTED]:
                 return outputs
         return (yield from self.act(action))
+
+    def think(self, thought, calls):
+        """What it says before these calls: now and then the thought."""
+        return thought if self.rng.random() < 0.15 else ""
 
     def call_missing_tool(self):
         """Flaw: now and then a call to a tool that is not there comes before a turn."""
