@@ -30,7 +30,6 @@ not been run. Figure: figures/effort.png.
 
 import math
 import random
-import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -38,7 +37,6 @@ import numpy as np
 
 import eval
 import length_penalty
-import moe
 import rollout
 import train
 from experiments import runner
@@ -99,39 +97,7 @@ def digits():
         expert.THOROUGH[digit] = expert.THOROUGH[word]
 
 
-# 4. Thoughts that can help: what the next edit needs is said again right before it. Each begins with
-#    a mark that stands nowhere else, so an evaluation cuts them by never drawing it.
-MARK = "~"
-THINKS = {"low": 0.0, "medium": 0.5, "high": 1.0}
-
-
-def thinks():
-    plain = expert.Expert.think
-
-    def think(self, thought, calls):
-        # The specifications, as a tool has shown them, of the functions that these calls write.
-        written = "\n".join(arguments[2] for name, arguments in calls if name == "edit_file")
-        names = re.findall(r"^def (\w+)\(", written, re.M)
-        known = [full for full in self.specs if full.partition(".")[2] in names]
-        if known and self.rng.random() < THINKS.get(self.task.meta.get("effort"), 0.0):
-            return MARK + "\n".join(f"{name}: {self.specs[name]}" for name in known)
-        return plain(self, thought, calls)
-
-    expert.Expert.think = think
-
-
-def thoughts_cut():
-    plain = moe.Model.logits
-
-    def logits(self, hidden):
-        found = plain(self, hidden)
-        found[..., ord(MARK)] = -math.inf  # the first 256 tokens are the bytes
-        return found
-
-    moe.Model.logits = logits
-
-
-# 5. Another price. Its weight is a flag.
+# 4. Another price. Its weight is a flag.
 @dataclass(frozen=True)
 class LinearPrice(length_penalty.Price):
     q: float = 0.0
@@ -146,7 +112,7 @@ def far_budget():
     length_penalty.NEAR = 1.0
 
 
-# 6. Another reward: failures pay for their effort, too.
+# 5. Another reward: failures pay for their effort, too.
 def failures_pay():
     plain = rollout.grade
 
@@ -158,7 +124,7 @@ def failures_pay():
     rollout.grade = grade
 
 
-# 7. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
+# 6. More numbers of a run's end: solved, tokens and effort over the careful expert's, by setting.
 def by_setting(folder, policies):
     found = {}
     for setting in length_penalty.SETTINGS:
@@ -169,7 +135,7 @@ def by_setting(folder, policies):
     return found
 
 
-# 8. The arms. The flag is one weight, or three for the settings.
+# 7. The arms. The flag is one weight, or three for the settings.
 EXPERIMENT = Experiment(
     question="One policy, three settings of effort",
     curves=("sampled", "solved"),

@@ -47,7 +47,7 @@ from experiments import (
     retold,
     runner,
 )
-from experiments import summary, tables, tasks, teachers
+from experiments import summary, tables, tasks, teachers, thoughts
 
 from world import expert
 from world.judge import run_trusted
@@ -76,7 +76,6 @@ def recipe(monkeypatch):
         (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
         (expert.Expert, "think"),
-        (moe.Model, "logits"),
         (length_penalty, "Price"),
         (length_penalty, "SETTINGS"),
         (length_penalty, "read_weights"),
@@ -165,7 +164,7 @@ def test_digits_are_trained_at_three_prices_and_asked_for_at_five(run):
 def test_a_thought_says_again_what_the_edit_behind_it_writes():
     """The specification that a tool has shown, word for word: always at high effort, never at
     low"""
-    effort.thinks()
+    thoughts.thinks()
     told = {setting: 0 for setting in length_penalty.SETTINGS}
     for number in range(20):
         task = synth_tasks.make_task(4, number)
@@ -177,7 +176,7 @@ def test_a_thought_says_again_what_the_edit_behind_it_writes():
             asked = length_penalty.ask_for(task, setting)
             story, _ = expert.record_expert(asked, random.Random(number))
             for action, _ in story:
-                if not action.text.startswith(effort.MARK):
+                if not action.text.startswith(thoughts.MARK):
                     continue
                 told[setting] += 1
                 written = "".join(arguments[2] for name, arguments in action.calls)
@@ -195,15 +194,16 @@ def test_thoughts_are_cut_where_the_mark_is_never_drawn():
     hidden = torch.randn(2, 3, 128)
     with torch.inference_mode():
         plain = model.logits(hidden)
-        effort.thoughts_cut()
-        cut = model.logits(hidden)
-    assert BYTES.encode(effort.MARK) == [ord(effort.MARK)]
-    assert (cut[..., ord(effort.MARK)] == -math.inf).all()
-    kept = torch.arange(300) != ord(effort.MARK)
+        with thoughts.thoughts_cut():
+            cut = model.logits(hidden)
+        assert torch.equal(model.logits(hidden), plain)
+    assert BYTES.encode(thoughts.MARK) == [ord(thoughts.MARK)]
+    assert (cut[..., ord(thoughts.MARK)] == -math.inf).all()
+    kept = torch.arange(300) != ord(thoughts.MARK)
     assert torch.equal(cut[..., kept], plain[..., kept])
     for level in range(len(synth_tasks.LEVELS)):
         task = synth_tasks.make_task(level, 0)
-        assert not any(effort.MARK in text for text in task.files.values())
+        assert not any(thoughts.MARK in text for text in task.files.values())
 
 
 def flagged_rollouts(number=8):
