@@ -230,24 +230,32 @@ def draw_task(rng, level, split):
         slots += [module] * size
     chosen = sorted(rng.sample(range(len(slots)), dials["targets"]))
 
-    # Draw each function until its visible tests cannot be passed without it.
+    functions, cases = draw_functions(rng, slots, chosen, dials["steps"], split, nouns)
+    return begin_and_verify(rng, level, functions, cases, chosen)
+
+
+def draw_functions(rng, slots, chosen, steps, split, nouns):
+    """(functions, (visible inputs, hidden inputs) of each). slots: the module of each function;
+    chosen: indices of the targets, which have `steps` operations; nouns: those that are left for
+    names."""
     functions, cases = [], []
     for number, module in enumerate(slots):
         is_chosen = number in chosen
-        steps = dials["steps"] if is_chosen else (1, 2)
+        length = steps if is_chosen else (1, 2)
         held_out = split != "train" and is_chosen
         # In the bench one target in four may need an operation that no training has.
         is_far = split == "bench" and is_chosen and rng.random() < 0.25
         words = BENCH if is_far else TRAINING
         noun = nouns.pop()
+        # Draw each function until its visible tests cannot be passed without it.
         while True:
-            function = draw_function(rng, module, noun, steps, held_out, words)
+            function = draw_function(rng, module, noun, length, held_out, words)
             inputs = draw_inputs(function, rng)
             if inputs and not trivial_body_passes(function, inputs[0]):
                 break
         functions.append(function)
         cases.append(inputs)
-    return begin_and_verify(rng, level, functions, cases, chosen)
+    return functions, cases
 
 
 def begin_and_verify(rng, level, functions, cases, chosen):

@@ -31,6 +31,7 @@ import rollout as rollout_module
 from rollout import Limits, Segment, Tokenizer, Turn, demonstrate, pack, policy_loss
 import summarize
 import synth_tasks
+from repositories.verdict import judge
 import train
 from command import checkpoints, failures
 from sampling import graded_rollout
@@ -38,6 +39,7 @@ from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import (
     contexts,
+    deletions,
     effort,
     habits,
     hacking,
@@ -51,7 +53,9 @@ from experiments import summary, tables, tasks, teachers, thoughts
 
 from world import expert
 from world.judge import run_trusted
-from world.task import Action
+from world.kinds import KINDS
+from world.sandbox import Sandbox
+from world.task import Action, Task
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -73,6 +77,8 @@ def recipe(monkeypatch):
         (rollout_module, "Limits"),
         (rollout_module, "grade"),
         (rollout_module, "pack"),
+        (rollout_module, "judge"),
+        (synth_tasks, "Curriculum"),
         (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
         (expert.Expert, "think"),
@@ -204,6 +210,95 @@ def test_thoughts_are_cut_where_the_mark_is_never_drawn():
     for level in range(len(synth_tasks.LEVELS)):
         task = synth_tasks.make_task(level, 0)
         assert not any(thoughts.MARK in text for text in task.files.values())
+
+
+def played_deletion(number, files=None):
+    """A task to delete something, and what the expert submits, or these files in its place"""
+    task = deletions.deletion_task(number)
+    _, submitted = expert.record_expert(task, random.Random(number), 0.0)
+    return SimpleNamespace(task=task, files=submitted if files is None else files)
+
+
+def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves(monkeypatch):
+    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+    numbers = set()
+    for number in range(12):
+        played = played_deletion(number)
+        assert deletions.judge_deletion(played.task, played.files, Sandbox()).solved
+        gone = deletions.deleted_functions(played.task, played.files)
+        wanted = {target["name"] for target in played.task.meta["targets"]}
+        functions, _, _ = deletions.draw_codebase(played.task.meta["deletes"])
+        assert {functions[i].name for i in gone} == wanted
+
+        # The files are the agent's own, and the careful expert puts back what is missing.
+        made = deletions.created_task(played)
+        assert {path: made.files[path] for path in played.files if path.endswith(".md")}
+        assert made.FAIL_TO_PASS and len(made.FAIL_TO_PASS + made.PASS_TO_PASS) == 6
+        assert {test.removeprefix("test_") for test in made.FAIL_TO_PASS} == wanted
+        assert not judge(made, made.files, Sandbox()).solved
+        _, back = expert.record_expert(made, random.Random(0), 0.0)
+        assert judge(made, back, Sandbox()).solved
+        assert Task.from_json(made.to_json()).to_json() == made.to_json()
+        numbers.add(len(gone))
+    assert len(numbers) > 1
+
+
+def test_a_deletion_that_breaks_something_else_or_nothing_is_none(monkeypatch):
+    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+    whole = deletions.deletion_task(1).files
+    functions, _, _ = deletions.draw_codebase(deletions.deletion_task(1).meta["deletes"])
+    one, other = functions[0], functions[1]
+    path = f"{one.module}.py"
+    assert one.module == other.module
+
+    def verdict_on(text):
+        played = played_deletion(1, {**whole, path: text})
+        return deletions.judge_deletion(played.task, played.files, Sandbox())
+
+    assert verdict_on(one.code()).solved  # the other one is gone
+    assert verdict_on("").solved  # both are
+    assert verdict_on(whole[path]).reason == "no test fails"
+    # A body is gone and its name is not; a function is gone and another one is wrong.
+    broken = one.code().replace("return", "return 7 or")
+    assert verdict_on(f"{broken}\n\n{other.code()}").reason == "other tests fail"
+    assert verdict_on(broken).reason == "other tests fail"
+    assert verdict_on("def (").reason == f"{path} does not compile"
+    # A file as a whole may go.
+    left = {name: text for name, text in whole.items() if name != path}
+    played = played_deletion(1, left)
+    assert deletions.judge_deletion(played.task, left, Sandbox()).solved
+
+
+def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost(monkeypatch):
+    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+    config = train.Config(stage="rl", seed=1)
+    source = deletions.Deleting.__new__(deletions.Deleting)
+    source.run = SimpleNamespace(
+        config=config, gather=lambda items: items, sum=lambda number: number
+    )
+    source.sampled_tasks, source.tasks = {}, {}
+    source.created, source.won, source.told = {}, {}, {}
+    source.curriculum = synth_tasks.Curriculum((0, 1), 1)
+
+    def group_of(task, files, shares):
+        return [SimpleNamespace(task=task, files=files, solved=bool(won)) for won in shares]
+
+    # Without created tasks one place of the step deletes; half of its rollouts are valid.
+    tasks = source.sample_tasks(0)
+    assert len(tasks) == config.tasks_per_step
+    assert [("deletes" in task.meta) for task in tasks] == [False] * (len(tasks) - 1) + [True]
+    played = played_deletion(tasks[-1].meta["deletes"])
+    source.update_curriculum([group_of(tasks[-1], played.files, [1, 0, 1, 0])])
+    assert source.told == {"valid_deletions": 0.5, "created": 1}
+
+    # What was created comes next, with a setting of effort; it stays after 1 of 4, goes after 4.
+    for shares, left in (([1, 0, 0, 0], 1), ([1, 1, 1, 1], 0)):
+        (task,) = [task for task in source.sample_tasks(1) if "created" in task.meta]
+        assert length_penalty.setting_of(task) in train.settings(config)
+        source.update_curriculum([group_of(task, {}, shares)])
+        assert len(source.created) == len(source.won) == left
+        assert source.told["created_won"] == sum(shares) / 4
+    assert source.curriculum.counts == {0: [1.0, 1.0], 1: [1.0, 1.0]}
 
 
 def flagged_rollouts(number=8):

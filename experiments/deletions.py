@@ -1,0 +1,283 @@
+"""deletions.py: Can the policy make its own tasks?
+
+Stated: an agent deletes a feature so that the codebase goes on working, and to put it back is the
+task; and harder tasks are selected and created during the run, since a list that the policy has
+mastered teaches nothing more. Here one task of eight of a step says: delete one function or more,
+all else stays green. It is solved if exactly the tests of what was deleted fail. What was left is
+then a task, and it stays one as long as a group of the current policy wins between a tenth and nine
+tenths of it. 120 steps; all arms begin at one SFT, a twentieth of whose demonstrations delete.
+
+    fixed list         ten tasks of each level, over and over
+    recipe             tasks of the same levels, none twice
+    opened             levels beyond the evaluation's, too, where the last ones are mastered
+    deletions          one task of a step deletes, and two are what was deleted before
+
+    python -m experiments.deletions
+
+Found: not run yet.
+"""
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import length_penalty
+import rollout
+import synth_tasks
+import train
+from experiments import runner
+from experiments.runner import Arm, Experiment
+from experiments.tasks import TenTasks
+from world.judge import call_functions, judge_generated, same_value
+from world.kinds import KINDS
+from world.kinds.put_back import PutBack
+from world.machine import MachineFailure
+from world.micro import NOUNS
+from world.task import Task, Verdict
+from world.untrusted import parse
+
+# The level whose dials both kinds of task have: nothing is named, the docs hold the specifications.
+LEVEL = 6
+
+
+# 1. The role. It is the way back of "put it back", from the same draw.
+class Delete(PutBack):
+    """Functions are to go, with their signatures; which ones, nobody says."""
+
+    unnamed = "Delete one function or more. All other tests stay green."
+    done = "Deleted"
+    needs = ("read_file",)
+
+    def solve(self, expert, group):
+        """Reads the module, then cuts the function out."""
+        for target in group:
+            read = expert.read_module(target.module)
+            if read:
+                yield from expert.turn(f"Look at {target.module}.", read)
+            cut = expert.edit(f"{target.module}.py", target.code(), "")
+            yield from expert.turn(f"Delete {target.name}.", cut)
+
+
+def draw_codebase(number):
+    """The functions and their inputs of a codebase, and the random numbers that follow"""
+    rng = random.Random(f"deletions/{number}")
+    nouns = rng.sample(NOUNS, len(NOUNS))
+    slots = [module for module in (nouns.pop(), nouns.pop(), nouns.pop()) for _ in range(2)]
+    steps = synth_tasks.LEVELS[LEVEL]["steps"]
+    functions, cases = synth_tasks.draw_functions(rng, slots, range(6), steps, "train", nouns)
+    return functions, cases, rng
+
+
+def deletion_task(number):
+    """The codebase as it is whole, and what the agent is asked. What the expert would delete are
+    the targets."""
+    while True:
+        functions, cases, rng = draw_codebase(number)
+        chosen = sorted(rng.sample(range(6), rng.randint(1, 4)))
+        task = synth_tasks.begin_and_verify(rng, LEVEL, functions, cases, chosen)
+        if task:
+            break
+        number += 10**9  # another draw, where a check refuses this one
+    whole = {**task.files, **task.solution}
+    tools = synth_tasks.draw_tools(rng, synth_tasks.LEVELS[LEVEL], Delete.needs)
+    sources = sorted(path for path in whole if path[:-3] in {one.module for one in functions})
+    return replace(
+        task,
+        instance_id=f"delete-{number}",
+        problem_statement=synth_tasks.micro_prompt(Delete.unnamed, tools, sources),
+        files=whole,
+        tools=tools,
+        meta={**task.meta, "deletes": number, "asked": {**task.meta["asked"], "kind": "delete"}},
+    )
+
+
+def deleted_functions(task, files):
+    """The indices of the functions whose names stand in no module any more"""
+    functions, _, _ = draw_codebase(task.meta["deletes"])
+    text = "\n".join(files.get(f"{function.module}.py", "") for function in functions)
+    return [i for i, one in enumerate(functions) if f"def {one.name}(" not in text]
+
+
+def judge_deletion(task, files, sandbox):
+    """Verdict: do exactly the tests of what was deleted fail?"""
+    functions, cases, _ = draw_codebase(task.meta["deletes"])
+    calls = []
+    for function, inputs in zip(functions, cases):
+        calls += synth_tasks.judged_cases(function, [*inputs[0], *inputs[1]])
+
+    # As for any other task: the child returns values, and the comparison is made here.
+    pristine = {path: task.files[path] for path in ("tests.py", "check.py")}
+    try:
+        values, result = call_functions({**files, **pristine}, [c[:3] for c in calls], sandbox)
+    except ValueError as error:
+        return Verdict(False, 0, len(calls), str(error))
+    if not result.started:
+        raise MachineFailure(result.output)
+    if values is None:
+        return Verdict(False, 0, len(calls), "no values")
+    outcomes = {f"test_{function.name}": "passed" for function in functions}
+    for value, (_, name, _, expected) in zip(values, calls):
+        if not value or not same_value(value[0], expected):
+            outcomes[f"test_{name}"] = "failed"
+
+    # What is left of a module has to load, though nobody calls it.
+    spoiled = [path for path in task.files if path.endswith(".py") and path in files]
+    spoiled = [path for path in spoiled if parse(files[path]) is None]
+    if spoiled:
+        return Verdict(False, 0, len(calls), f"{spoiled[0]} does not compile")
+    own = {f"test_{functions[i].name}" for i in deleted_functions(task, files)}
+    lost = synth_tasks.tests_lost(list(outcomes), outcomes, own)
+    why = lost if isinstance(lost, str) else "" if lost == own else "a deleted function is back"
+    return Verdict(not why, len(outcomes) - len(own), len(own), why)
+
+
+def created_task(played):
+    """What a valid deletion has left, as a task: None where a check refuses it"""
+    task, files = played.task, played.files
+    number, chosen = task.meta["deletes"], deleted_functions(task, files)
+    functions, cases, _ = draw_codebase(number)
+    rng = random.Random(f"created/{number}/{chosen}")
+    made = synth_tasks.begin_and_verify(rng, LEVEL, functions, cases, chosen)
+    if not made:
+        return None
+    # The files are the agent's to the letter, also where it has spoiled them, but for the tests.
+    tests = {path: made.files[path] for path in ("tests.py", "check.py")}
+    whole = {**task.files, **tests}
+    left = {**{path: text for path, text in files.items() if path in whole}, **tests}
+    return replace(
+        made,
+        instance_id=f"created-{number}-{'-'.join(map(str, chosen))}",
+        files=left,
+        solution={path: text for path, text in whole.items() if left.get(path) != text},
+        meta={**made.meta, "created": True},
+    )
+
+
+# 2. RL. One place of a step deletes, two are tasks that were made so.
+class Deleting(train.Reinforcement):
+    def __init__(self, run):
+        super().__init__(run)
+        # tasks as JSON, and the share of its last group that each was won by, None before the first
+        self.created, self.won, self.told = {}, {}, {}
+
+    def sample_tasks(self, step):
+        tasks = super().sample_tasks(step)
+        rng = random.Random(f"{self.run.config.seed}/deletions/{step}")
+        # New ones first, then those that are still neither won nor lost.
+        names = sorted(self.created, key=lambda name: (self.won[name] is not None, rng.random()))
+        others = [Task.from_json(self.created[name]) for name in names[:2]]
+        others.append(deletion_task(self.run.config.seed * 1_000_003 + step))
+        kept = rng.sample(tasks, len(tasks) - len(others))
+        efforts = train.settings(self.run.config)
+        return kept + [length_penalty.ask_for(one, rng.choice(efforts)) for one in others]
+
+    def update_curriculum(self, groups):
+        ours = [group for group in groups if {"deletes", "created"} & group[0].task.meta.keys()]
+        super().update_curriculum([group for group in groups if group not in ours])
+
+        # What was deleted, and how often what had been deleted was put back: on all ranks alike.
+        tried, found, results = 0, [], []
+        for group in ours:
+            task = group[0].task
+            solved = [played for played in group if played.solved]
+            if "created" in task.meta:
+                results.append((task.instance_id, len(solved) / len(group)))
+                continue
+            tried += len(group)
+            made = [created_task(played) for played in solved]
+            found += [(one.instance_id, one.to_json()) for one in made if one]
+        results = sorted(self.run.gather(results))
+        for name, text in sorted(self.run.gather(found)):
+            if name not in self.created:
+                self.created[name], self.won[name] = text, None
+        for name, share in results:
+            self.won[name] = share
+            if not 0.1 <= share <= 0.9:
+                del self.created[name], self.won[name]
+        valid, tried = self.run.sum(len(found)), self.run.sum(tried)
+        self.told = {"valid_deletions": valid / max(1, tried), "created": len(self.created)}
+        shares = [share for _, share in results]
+        if shares:
+            self.told["created_won"] = sum(shares) / len(shares)
+
+    def losses(self, step, log):
+        yield from super().losses(step, log)
+        log.update(self.told)
+
+    def state_dict(self):
+        return {**super().state_dict(), "created": self.created, "won": self.won}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.created, self.won = state["created"], state["won"]
+
+
+class Opened(train.Reinforcement):
+    may_open = range(len(synth_tasks.LEVELS))
+
+
+# 3. The patches.
+def a_twentieth_deletes():
+    KINDS["delete"] = Delete()
+    plain = train.make_training_task
+
+    def make(config, level, number):
+        return plain(config, level, number) if number % 20 else deletion_task(number)
+
+    train.make_training_task = make
+
+
+def judge_both_kinds():
+    plain = judge_generated
+
+    def judge(task, files, sandbox):
+        judge_it = judge_deletion if "deletes" in task.meta else plain
+        return judge_it(task, files, sandbox)
+
+    rollout.judge = judge
+
+
+def deletions():
+    judge_both_kinds()
+    train.STAGE["rl"] = Deleting
+
+
+def opened():
+    train.STAGE["rl"] = Opened
+
+
+def fixed_list():
+    synth_tasks.Curriculum = TenTasks
+
+
+# 4. More numbers of the end, and the arms.
+def what_was_deleted(folder, policies):
+    lines = [json.loads(line) for line in Path(folder, "rl.jsonl").read_text().splitlines()]
+    found = {}
+    for name in ("valid_deletions", "created", "created_won"):
+        for part, some in (("first", lines[:10]), ("last", lines[-10:])):
+            values = [line[name] for line in some if name in line]
+            found[f"{name}: {part} 10"] = sum(values) / len(values) if values else math.nan
+    return found
+
+
+LONG = ("--steps=120",)
+EXPERIMENT = Experiment(
+    question="Can the policy make its own tasks?",
+    curves=("equal", "solved"),
+    arms={
+        "fixed list": Arm(LONG, fixed_list),
+        "recipe": Arm(LONG),
+        "opened": Arm(LONG, opened),
+        "deletions": Arm(LONG, deletions),
+    },
+    sft=Arm((), a_twentieth_deletes),
+    by_level=("solved",),
+    more=what_was_deleted,
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.deletions", sys.argv[1:])
