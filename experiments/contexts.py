@@ -17,11 +17,13 @@ latter sampled. They differ in what is read, and above which turn:
 
     python -m experiments.contexts
     python -m experiments.contexts --gap=assets/sft      which of them does this policy heed?
+    python -m experiments.contexts --places=assets/rl    from which output did an edit come?
 
 The first runs 20 steps of RL with each. --gap tells: places, and per token that would be distilled:
 how far student and teacher are apart (KL), by how much the context raises the log-probability of
-what was sampled there, and, of wrong edits, that of the right text in its place. Left out: an
-external teacher.
+what was sampled there, and, of wrong edits, that of the right text in its place. --places is a
+reader that finds the place: it blanks one tool output after the other, and where what an edit wrote
+becomes least likely, there it came from. Left out: an external teacher.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
@@ -237,7 +239,77 @@ def print_gaps(folder):
         print(f"{name:24s}{len(rows):6d}{int(tokens):8d}{cells[0]:8.3f}{cells[1]:+9.3f}{told}")
 
 
-# 5. The arms
+# 5. Where did an edit come from?
+@torch.no_grad()
+def costs_of_blanking(model, tokenizer, segment, i, first, end):
+    """{index of an earlier tool turn: by how much the log-probability of tokens first to end of the
+    body of turn i falls where the text of that output is blank}"""
+    tokens, _, _, index = rollout.flatten(segment)
+    begin = np.flatnonzero(index == i)[0] + segment.turns[i].head
+    outputs = [j for j in range(i) if segment.turns[j].role == "tool"]
+
+    # One row as it was, and one for each output. A row keeps its length, so all else stays in its
+    # place.
+    blank = tokenizer.encode("\n")[0]
+    rows = np.tile(tokens[: begin + end], (1 + len(outputs), 1))
+    for row, j in zip(rows[1:], outputs):
+        where = np.flatnonzero(index == j)
+        row[where[1:-1]] = blank
+
+    # Position t predicts token t + 1.
+    rows = torch.from_numpy(rows)  # (1 + outputs, T)
+    logp = model.logprobs(model(rows[:, :-1]), rows[:, 1:])  # (1 + outputs, T - 1)
+    told = logp[:, begin + first - 1 :].sum(1)
+    return dict(zip(outputs, (told[0] - told[1:]).tolist()))
+
+
+def costs_of_edit(model, tokenizer, segment, i, n, text):
+    """The same for the text that the n-th call of turn i, an edit, writes"""
+    turn = segment.turns[i]
+    first, _ = tokenizer.find_written_character(turn, n, 0)
+    _, end = tokenizer.find_written_character(turn, n, len(text) - 1)
+    return costs_of_blanking(model, tokenizer, segment, i, first, end)
+
+
+def find_places(model, tokenizer, played):
+    """-> [(is the edit right, the outputs that show the specification of what it writes, the output
+    that it came from, the last one before it)] of all edits with two outputs or more above them"""
+    found = []
+    for e, i, n, target, text in find_edits(played):
+        segment = played.segments[e]
+        costs = costs_of_edit(model, tokenizer, segment, i, n, text)
+        shown = []
+        for j in costs:
+            if f"{target.module}.{target.name}: {target.phrase()}" in segment.turns[j].text:
+                shown.append(j)
+        if len(costs) > 1 and shown:
+            found.append((is_right(target, text), shown, max(costs, key=costs.get), max(costs)))
+    return found
+
+
+def print_places(folder):
+    model, tokenizer, config = eval.load_policy(folder)
+    groups = eval.play_tasks(
+        model, tokenizer, config, eval.held_out(16, (3, 4, 5, 6)), passes=2, temperature=1.0
+    )
+    found = []
+    for group in groups:
+        for played in group:
+            found += find_places(model, tokenizer, played)
+    print(f"{folder}: {sum(map(len, groups))} rollouts\n")
+    print(f"{'edits':24s}number  blanking finds it  the last output is it")
+    for name, wanted in (("right", True), ("wrong", False)):
+        some = [one for one in found if one[0] == wanted]
+        # Where the last output shows it, whoever takes the last one is right, too.
+        other = [one for one in some if one[3] not in one[1]]
+        for label, chosen in ((name, some), ("  not the last output", other)):
+            shares = [np.nan, np.nan]
+            if chosen:
+                shares = np.mean([(one[2] in one[1], one[3] in one[1]) for one in chosen], axis=0)
+            print(f"{label:24s}{len(chosen):6d}{shares[0]:19.2f}{shares[1]:23.2f}")
+
+
+# 6. The arms
 SHORT = ("--steps=20",)
 EXPERIMENT = Experiment(
     question="What should the teacher read?",
@@ -250,10 +322,11 @@ EXPERIMENT = Experiment(
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    if not given or not given[0].startswith("--gap="):
+    option, _, folder = given[0].partition("=") if given else ("", "", "")
+    if option not in ("--gap", "--places"):
         runner.main("experiments.contexts", given)
     else:
         try:
-            print_gaps(given[0].removeprefix("--gap="))
+            {"--gap": print_gaps, "--places": print_places}[option](folder)
         except (ValueError, OSError) as error:
             usage_error(str(error), "experiments.contexts")

@@ -52,8 +52,10 @@ from experiments import (
 from experiments import summary, tables, tasks, teachers, thoughts
 
 from world import expert
+from world.honeypot import unharden
 from world.judge import run_trusted
 from world.kinds import KINDS
+from world.recorder import LEFTOVER
 from world.sandbox import Sandbox
 from world.task import Action, Task
 
@@ -210,6 +212,56 @@ def test_thoughts_are_cut_where_the_mark_is_never_drawn():
     for level in range(len(synth_tasks.LEVELS)):
         task = synth_tasks.make_task(level, 0)
         assert not any(thoughts.MARK in text for text in task.files.values())
+
+
+def test_an_output_costs_what_its_blank_copy_takes_off_the_log_probability():
+    """Against one forward at a time, over a segment with text in the place of each output"""
+    model, tokenizer, _ = evaluation.load_policy(ROOT / "assets" / "sft")
+    task = synth_tasks.make_task(4, 1)
+    played = demonstrate(task, tokenizer, random.Random(4), Limits(2000), sloppy=0.0)
+    e, i, n, target, text = contexts.find_edits(played)[-1]
+    segment = played.segments[e]
+    found = contexts.costs_of_edit(model, tokenizer, segment, i, n, text)
+    assert len(found) > 2
+
+    def told(turns):
+        tokens = [token for turn in turns for token in turn.tokens]
+        written = tokenizer.encode(text)
+        end = next(
+            k for k in range(len(tokens)) if tokens[-len(written) - k :][: len(written)] == written
+        )
+        last = len(tokens) - end
+        with torch.no_grad():
+            logits = model.logits(model(torch.tensor([tokens])))[0].log_softmax(-1)
+        return sum(
+            float(logits[last - len(written) + k - 1, token]) for k, token in enumerate(written)
+        )
+
+    turns = segment.turns[: i + 1]
+    for j, cost in found.items():
+        assert turns[j].role == "tool"
+        body = tokenizer.encode("\n") * (len(turns[j].tokens) - 2)
+        blank = replace(turns[j], tokens=[turns[j].tokens[0], *body, turns[j].tokens[-1]])
+        other = [*turns[:j], blank, *turns[j + 1 :]]
+        assert cost == pytest.approx(told(turns) - told(other), abs=2e-3)
+
+    # The specification stands in one of them: that is where the edit came from.
+    (right, shown, place, last), *_ = contexts.find_places(model, tokenizer, played)
+    assert right and place in shown and place <= last
+
+
+def test_a_monitor_by_cause_tells_those_who_copied_a_leftover_from_those_who_did_not():
+    model, tokenizer, _ = evaluation.load_policy(ROOT / "assets" / "sft")
+    told = {True: [], False: []}
+    for number in range(100):
+        task = unharden(synth_tasks.make_task(1, number, "heldout"))
+        played = demonstrate(task, tokenizer, random.Random(number), Limits(2000), sloppy=1.0)
+        words = [word for turn in played.turns for call in turn.calls for word in call.args]
+        cheats = any(map(LEFTOVER.search, words))
+        if cheats or len(told[False]) < 20:
+            told[cheats].append(hacking.comes_from_leftover(model, tokenizer, played))
+    assert len(told[True]) > 2 and all(told[True])
+    assert len(told[False]) == 20 and not any(told[False])
 
 
 def played_deletion(number, files=None):
@@ -984,6 +1036,10 @@ def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_t
     tmp_path, monkeypatch
 ):
     asked = fake_runs(monkeypatch)
+    # There is no policy whose edits a monitor could look at.
+    monkeypatch.setattr(
+        hacking, "EXPERIMENT", replace(hacking.EXPERIMENT, more=lambda folder, policies: {})
+    )
     runner.main("experiments.hacking", ["--seeds=1", f"--out={tmp_path}", "--window=700"])
     base, own = f"{tmp_path}/base-1", f"{tmp_path}/hacking/base-1"
     assert [job.words for job in asked[:3]] == [
