@@ -33,28 +33,29 @@ Left out: a trust region around the teacher; replaying the sampled experts in th
 Letters (README has them all): B rows of the trainer's batch, T their length, R teacher rows (one
 per hint), S their length, N targets (the tokens that the hints speak about), V vocabulary.
 
-    python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
+    python feedback_distill.py    a small policy, wrong tools, the hint's KL per token, the cure
     python feedback_distill.py --ask=out/run/transcripts.jsonl --rules=code_style
                                   which turns of a run would this rule flag?
 """
 
 import itertools
+import random
 import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from muon import copy_tensors, to_local
-from rollout import Call, Rollout, Segment, Tokenizer, make_turn, pack, play_moves, policy_loss
-from world.expert import expert
+from rollout import Limits, Tokenizer, demonstrate, make_turn, pack, play_moves
+from synth_tasks import make_task
+from world.expert import PHANTOMS, expert
 from world.task import HINTED
-from world.tools import ARGUMENTS
+from world.tools import ARGUMENTS, TOOLS
 
 # ---------------------------------------------------------------- rules
 
@@ -644,182 +645,130 @@ class Teacher:
 
 # ---------------------------------------------------------------- demo
 
-PHANTOM = "open_browser"  # a tool that exists in the model's habits only
-OFFERED = ("read_file", "edit_file", "run_command", "search_codebase")
+
+def flagged_demonstrations(tokenizer, seeds):
+    """Rollouts of the sloppy expert that call tools that do not exist, with their hints. (Those
+    that need summaries are left out.)"""
+    found = []
+    for seed in seeds:
+        task = make_task(0, seed)
+        rollout = demonstrate(task, tokenizer, random.Random(seed), Limits(512), sloppy=1.5)
+        hints = detect(rollout, ("unavailable_tool",))
+        if hints and len(rollout.segments) == 1:
+            attach_hints(tokenizer, rollout, hints)
+            found.append(rollout)
+    return found
 
 
-class WordTokenizer(Tokenizer):
-    """A tokenizer for the demo: one id per word."""
-
-    def __init__(self):
-        controls = [f"<|{name}|>" for name in ("user", "assistant", "tool", "hint", "call", "end")]
-        text = f"Tools Fix done ok Tool not found Reminder Available tools {PHANTOM} "
-        text += f"{' '.join(OFFERED)} : , . 0 1 2 3 4 5 6 7"
-        self.names = list(dict.fromkeys(controls + text.split()))
-        self.id = {name: i for i, name in enumerate(self.names)}
-        self.name = dict(enumerate(controls))
-
-    def encode(self, text):
-        return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
-
-
-def toy_rollout(words, tools, item, tool, hinted=False):
-    """A task, (a hint,) one call, its answer, a final message, in the shapes of real rollouts."""
-    # What the world would answer: a tool that is not offered is not found.
-    outcome = ("ok", "") if tool in tools else ("Tool not found", "unknown_tool")
-    call = Call(tool, [], *outcome)
-    acting = words.wrap_turn("assistant", [words.id["<|call|>"], words.id[tool]], "")
-    acting.calls = [call]
-
-    # The turns in the order of a real segment, the hint right above the call.
-    task = SimpleNamespace(tools=tools, test_command="")
-    turns = [make_turn(words, "user", f"Tools: {', '.join(tools)}. Fix {item}.")]
-    if hinted:
-        turns.append(hint_turn(words, available_tools(task), acting))
-    turns += [acting, make_turn(words, "tool", call.output)]
-    turns.append(make_turn(words, "assistant", f"done {item}."))
-    return Rollout(task, [Segment(turns)])
-
-
-def toy_rollouts(words, rng, n, habit, hinted=False):
-    """n rollouts of one call each. A share `habit` of them calls the phantom, the others the right
-    one of the two tools that are offered: the first of them in OFFERED."""
-    rollouts = []
-    for _ in range(n):
-        tools = tuple(rng.permutation(OFFERED)[:2].tolist())
-        tool = PHANTOM if rng.random() < habit else min(tools, key=OFFERED.index)
-        rollouts.append(toy_rollout(words, tools, str(rng.integers(8)), tool, hinted))
-    return rollouts
-
-
-def toy_batch(rollouts):
-    return pack([rollout.segments[0] for rollout in rollouts], np.ones(len(rollouts)))
-
-
-def pretrain_toy(model, words, rng, steps=135):
-    """Half of the batches have the habit, half stand under a hint and heed it: a tiny model has to
-    learn first what a pretrained one can do already."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(steps):
-        # The rate rises over ten steps and falls over the last half.
-        ramp = min(1, (step + 1) / 10, 2.1 * (1 - step / steps))
-        optimizer.param_groups[0]["lr"] = 8e-3 * ramp
-        if step % 2:
-            rollouts = toy_rollouts(words, rng, 24, habit=0.6)
-        else:
-            rollouts = toy_rollouts(words, rng, 24, habit=0, hinted=True)
-
-        # With an advantage of one for all, the policy gradient is next-token prediction.
-        batch = toy_batch(rollouts)
-        logp = model.logprobs(model(batch["tokens"]), batch["targets"])  # (B, T)
-        optimizer.zero_grad()
-        policy_loss(logp, batch, batch["mask"].sum()).backward()
-        optimizer.step()
+def pack_both(rollouts):
+    """-> the trainer's batch, and the Targets of the hints"""
+    segments = [rollout.segments[0] for rollout in rollouts]
+    return pack(segments, [1.0] * len(segments)), pack_hinted(segments)
 
 
 @torch.no_grad()
-def sampled_logits(model, rollouts):
-    """(B, 7, V) What the model would sample at the policy's tokens: <|call|>, the tool, <|end|>,
-    and four tokens of the final message"""
-    batch = toy_batch(rollouts)
-    hidden = model(batch["tokens"])[batch["mask"] == 1]  # (B * 7, D)
-    return model.logits(hidden).unflatten(0, (len(rollouts), 7))
+def measure_policy(model, tokenizer, rollouts, before):
+    """-> the probability that a flagged call names a tool that does not exist, that it names one
+    that does, and by how much the other sampled tokens have moved (KL, nats a token); and the log
+    logits (M, V) of these. before: the same logits at the beginning, or None"""
+    batch, targets = pack_both(rollouts)
+    hidden = model(batch["tokens"])  # (B, T, D)
+
+    # The first token of a tool's name stands behind the token of the call.
+    call = targets.token == tokenizer.id["<|call|>"]
+    rows, places = targets.student_row[call], targets.student_position[call] + 1
+    probability = model.logits(hidden[rows, places]).softmax(-1)  # (calls, V)
+    first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}
+    wrong = offered = 0.0
+    for row, told in zip(rows.tolist(), probability):
+        good = {first[name] for name in rollouts[row].task.tools}
+        wrong += float(told[list({*first.values()} - good)].sum()) / len(rows)
+        offered += float(told[list(good)].sum()) / len(rows)
+
+    # All that was sampled, but for the tokens that the hints speak about
+    rest = batch["mask"] > 0  # (B, T)
+    rest[targets.student_row, targets.student_position] = False
+    logits = model.logits(hidden[rest])  # (M, V)
+    moved = 0.0 if before is None else float(divergence(logits, before, "forward").mean())
+    return (wrong, offered, moved), logits
 
 
-def measure_toy(model, words, held_out, before):
-    """-> probability of the phantom, of the offered tools, and how far the final message has moved
-    (KL). before: the logits that the model began with"""
-    logits = sampled_logits(model, held_out)
-    tool = logits[:, 1].softmax(-1)  # (B, V)
-    offered = torch.tensor([words.encode(" ".join(rollout.task.tools)) for rollout in held_out])
-    moved = divergence(logits[:, 3:].flatten(0, 1), before[:, 3:].flatten(0, 1), "forward")
-    right = tool.gather(1, offered).sum(1)
-    return [tool[:, words.id[PHANTOM]].mean(), right.mean(), moved.mean()]
-
-
-def distill_toy(model, words, rng, held_out, steps=20):
-    """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: measure_toy on
-    rollouts that are drawn apart from those of the steps"""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
+def distill(model, tokenizer, rollouts, held_out, steps=20):
+    """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: what
+    measure_policy says of rollouts that no step has seen"""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     teacher = Teacher(model, TEACHER)
-    before = sampled_logits(model, held_out)
-    curve = [measure_toy(model, words, held_out, before)]
+    now, before = measure_policy(model, tokenizer, held_out, None)
+    curve = [now]
     for step in range(steps):
-        # Rollouts: the policy names a tool. A rule finds the turn, the hint is put above it.
-        tasks = toy_rollouts(words, rng, 24, habit=1)
-        probabilities = sampled_logits(model, tasks)[:, 1].softmax(-1)  # (B, V)
-        rollouts = []
-        for row, token in enumerate(torch.multinomial(probabilities, 1)[:, 0].tolist()):
-            task, item = tasks[row].task, tasks[row].turns[0].text[-2]
-            rollouts.append(toy_rollout(words, task.tools, item, words.names[token]))
-            attach_hints(words, rollouts[row], detect(rollouts[row]))
-
         # The teacher re-scores the call and its name; the student learns from it there alone.
-        targets = pack_hinted([rollout.segments[0] for rollout in rollouts])
+        batch, targets = pack_both(rollouts[8 * step : 8 * step + 8])
         teacher_logits = teacher(targets)
-        student = student_logits(model, model(toy_batch(rollouts)["tokens"]), targets)
-        loss = feedback_loss(student, teacher_logits, max(len(rollouts), len(targets)))
-        loss = min(1.0, (step + 1) / 5) * loss  # the first steps are small
+        student = student_logits(model, model(batch["tokens"]), targets)
+        loss = feedback_loss(student, teacher_logits, max(8, len(targets)))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         teacher.update()
-        curve.append(measure_toy(model, words, held_out, before))
+        curve.append(measure_policy(model, tokenizer, held_out, before)[0])
     return np.array(curve)
 
 
-def kl_along_segment(model, words, rollout):
-    """The hint's KL at each of the 7 sampled tokens of a rollout, those after the hinted call
-    included -> names, KL"""
-    call = rollout.turns[1]
-    item = rollout.turns[0].text[-2]
-    hinted = toy_rollout(words, rollout.task.tools, item, call.calls[0].name, hinted=True)
-    kl = divergence(*(sampled_logits(model, [one])[0] for one in (rollout, hinted)), DIVERGENCE)
-    sampled = call.tokens[1:] + rollout.turns[3].tokens[1:]
-    return [words.names[token] for token in sampled], kl.numpy()
+@torch.no_grad()
+def kl_of_turn(model, tokenizer, rollout, hint):
+    """The hint's KL at each token of its turn -> the tokens' texts, KL, and which of them are in
+    the loss"""
+    segment, whole = rollout.segments[0], replace(hint, call=None)
+    targets = pack_hinted([replace(segment, hints=[splice(tokenizer, segment, whole)])])
+    student = student_logits(model, model(pack([segment], [1.0])["tokens"]), targets)
+    kl = divergence(student, Teacher(model, "current")(targets), DIVERGENCE)
+    first, end = find_hinted_tokens(tokenizer, segment.turns[hint.turn], hint)
+    taught = [first <= n < end for n in range(len(kl))]
+    return [tokenizer.decode([token]) for token in targets.token.tolist()], kl.numpy(), taught
 
 
 def demo():
-    from demos.demo_figures import draw_hint
+    from command.checkpoints import load_model
     from command.output_files import check_writable
-    from moe import Model, ModelConfig
+    from demos.demo_figures import draw_hint
 
     # A place that cannot be written is refused before the work.
     path = Path("out/feedback.png")
     check_writable(path.parent)
 
-    # tensors this small only lose by being shared
+    # The policy of the default run after SFT (python -m command.assets). Demonstrations of a sloppy
+    # expert have taught it to call tools that do not exist, and what a hint is.
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    rng, words = np.random.default_rng(0), WordTokenizer()
-    sizes = dict(dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16)
-    sizes.update(dense_ffn=64, experts=4, num_experts_per_tok=2, expert_ffn=32, context=64)
-    model = Model(ModelConfig(len(words.names), **sizes))
-    pretrain_toy(model, words, rng)
+    model, extra = load_model(Path(__file__).parent / "assets" / "sft")
+    tokenizer = Tokenizer(**extra["tokenizer"])
+    rollouts = flagged_demonstrations(tokenizer, range(400))[:160]
+    held_out = flagged_demonstrations(tokenizer, range(1000, 1060))[:16]
 
-    # One faulty turn, its hint, and where the hint disagrees with the policy
-    rollout = toy_rollouts(words, rng, 1, habit=1)[0]
-    hint = detect(rollout)[0]
-    called, offered = rollout.turns[1].calls[0].name, " and ".join(rollout.task.tools)
-    print(f"turn    the model calls {called}, the task offers {offered}")
+    # Where does a hint disagree with the policy? The turn of which it is most so
+    found = []
+    for rollout in held_out:
+        hint = detect(rollout, ("unavailable_tool",))[0]
+        names, kl, taught = kl_of_turn(model, tokenizer, rollout, hint)
+        found.append((kl.max(), len(found), rollout, hint, names, kl, taught))
+    _, _, rollout, hint, names, kl, taught = max(found)
+    called = rollout.segments[0].turns[hint.turn].calls[hint.call].name
+    print(f"turn    {called} is called, the task offers {' '.join(rollout.task.tools)}")
     print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
-    names, kl = kl_along_segment(model, words, rollout)
     print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
 
     # The cure
-    curve = distill_toy(model, words, rng, toy_rollouts(words, rng, 128, habit=1))
+    curve = distill(model, tokenizer, rollouts, held_out)
     for step in range(0, len(curve), 5):
         wrong, good, moved = curve[step]
-        now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"
-        print(f"step {step:2}  {now}  final message moved {moved:.4f}")
-    draw_hint(names, kl, curve, path)
+        now = f"wrong tools {wrong:.3f}  offered tools {good:.3f}"
+        print(f"step {step:2}  {now}  other tokens moved {moved:.4f}")
+    draw_hint(names, kl, taught, curve, path)
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
-        f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of "
-        f"distilling that call took the\nwrong tool from {wrong:.2f} to {wrong_now:.3f} and the "
-        f"offered ones from {good:.2f} to {good_now:.3f}, with no hint in the\ncontext; the final "
-        f"message moved by {moved:.4f} nats. Figure: {path}"
+        f"The hint disagrees by {kl.max():.2f} nats at one token; {len(curve) - 1} steps of "
+        f"distilling such calls took\nwrong tools from {wrong:.2f} to {wrong_now:.3f} and the "
+        f"offered ones from {good:.2f} to {good_now:.3f}, with no hint in the\ncontext; other "
+        f"tokens moved by {moved:.4f} nats. Figure: {path}"
     )
 
 
@@ -842,7 +791,7 @@ def main(argv):
     from command.transcripts import read_rollouts
     from demos.demonstration import draw_or_refuse
 
-    parser = make_parser("feedback_distill.py", "A hint cures a tiny model; or what rules say.")
+    parser = make_parser("feedback_distill.py", "Hints cure a small policy; or what rules say.")
     about = "a transcripts.jsonl: which of its turns would the rules flag?"
     parser.add_argument("--ask", metavar="FILE", help=about)
     about = f"with --ask: which rules, with commas, of {', '.join(RULES)} (default: all)"

@@ -75,19 +75,19 @@ def draw_kl_variances(kl, variances, path):
     save_figure(figure, path)
 
 
-def draw_hint(names, kl, curve, path):
-    """names, kl (N,): the sampled tokens of a rollout and the hint's KL at each. curve (steps, 3):
-    probability of the wrong tool, of the offered ones, KL of the final message"""
-    # Left: the divergence at each token. The first three are the hinted turn.
-    title = "Where the hint disagrees (red: the hinted turn, in the loss)"
+def draw_hint(names, kl, taught, curve, path):
+    """names, kl, taught (N,): the tokens of a turn, the hint's KL at each, is it in the loss? curve
+    (steps, 3): probability of the wrong tools, of the offered ones, KL of all other tokens"""
+    # Left: the divergence at each token.
+    title = "Where the hint disagrees (red: in the loss)"
     figure, (left, right) = make_axes(title, "", "KL(student | teacher), nats", 2)
-    colors = ["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3)
+    colors = ["tab:red" if one else "lightgray" for one in taught]
     bars = left.bar(range(len(kl)), kl, color=colors)
     left.bar_label(bars, fmt="%.2f", fontsize=8)
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
 
     # Right: how the policy changes while it is distilled.
-    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
+    for j, name in enumerate(("wrong tools", "offered tools", "KL of other tokens")):
         right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
     right.set_title("What the student does without the hint")

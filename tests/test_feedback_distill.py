@@ -18,7 +18,7 @@ import feedback_distill as fd
 from command import checkpoints, transcripts
 from moe import Model, ModelConfig
 from refusals import refuse
-from rollout import Limits, Tokenizer, grade, play_moves
+from rollout import Limits, Tokenizer, flatten, grade, play_moves
 from summarize import Compaction
 from synth_tasks import make_task
 from world.expert import expert
@@ -755,17 +755,26 @@ def test_a_bad_teacher_is_refused():
 # ---------------------------------------------------------------- all of it
 
 
-def test_rollouts_own_dataclasses_are_read_the_same_way():
-    rollout = pytest.importorskip("rollout")
-    words = fd.WordTokenizer()
-    c = fd.toy_rollout(words, fd.OFFERED[:2], "3", fd.PHANTOM)
-    tokens, mask, _, index = rollout.flatten(c.segments[0])
-    (hint,) = fd.detect(c)
-    t = packed((0, fd.splice(words, c.segments[0], hint)))
-    # The call and its name, and not the end of the turn.
-    sampled = tokens[(index == hint.turn) & (mask == 1)].tolist()
-    assert [words.names[i] for i in t.token] == ["<|call|>", fd.PHANTOM]
-    assert t.token.tolist() == sampled[:-1] and words.names[sampled[-1]] == "<|end|>"
+def test_of_a_real_demonstration_the_call_and_its_name_are_taught_and_nothing_else():
+    """The rollouts of the demo, with the tokenizer of the default run"""
+    tokenizer = Tokenizer(**checkpoints.load_extra(ROOT / "assets" / "sft")["tokenizer"])
+    found = fd.flagged_demonstrations(tokenizer, range(40))
+    assert len(found) > 10
+    for c in found:
+        tokens, mask, _, index = flatten(c.segments[0])
+        hints = fd.detect(c, ("unavailable_tool",))
+        t = fd.pack_hinted(c.segments)
+        taught = []
+        for hint in hints:
+            (call,) = c.turns[hint.turn].calls
+            assert call.name not in c.task.tools
+            sampled = tokens[(index == hint.turn) & (mask == 1)].tolist()
+            # A thought may stand before the call.
+            begin = sampled.index(tokenizer.id["<|call|>"])
+            taught += sampled[begin : begin + 1 + len(tokenizer.encode(call.name))]
+        assert t.token.tolist() == taught
+        # What the student is asked for is what was sampled there.
+        assert tokens[t.student_position.numpy() + 1].tolist() == taught
 
 
 def test_bad_flags_and_a_place_that_cannot_be_written_give_one_line_and_exit_code_two(tmp_path):
@@ -785,10 +794,10 @@ def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
     first, last = (
         [float(word) for word in line if word[0].isdigit()] for line in (lines[0], lines[-1])
     )
-    assert first[1] > 0.4 and last[1] < 0.1 * first[1] and last[2] > first[2] and last[3] < 0.1
+    assert first[1] > 0.1 and last[1] < 0.2 * first[1] and last[2] > first[2] and last[3] < 0.1
     assert (
         tmp_path / "out/feedback.png"
-    ).stat().st_size > 5000 and "distilling that call" in done.stdout
+    ).stat().st_size > 5000 and "distilling such calls" in done.stdout
 
 
 def test_a_call_without_arguments_that_is_made_again_is_named_by_its_tool():
