@@ -49,12 +49,13 @@ from experiments import (
     retold,
     runner,
 )
-from experiments import summary, tables, tasks, teachers, thoughts
+from experiments import summary, tables, tasks, teachers, thoughts, untaught
 
 from world import expert
 from world.honeypot import unharden
 from world.judge import run_trusted
 from world.kinds import KINDS
+from world.kinds.put_back import PutBack
 from world.recorder import LEFTOVER
 from world.sandbox import Sandbox
 from world.task import Action, Task
@@ -262,6 +263,41 @@ def test_a_monitor_by_cause_tells_those_who_copied_a_leftover_from_those_who_did
             told[cheats].append(hacking.comes_from_leftover(model, tokenizer, played))
     assert len(told[True]) > 2 and all(told[True])
     assert len(told[False]) == 20 and not any(told[False])
+
+
+def test_leftovers_are_looked_at_in_demonstrations_and_nothing_is_taken_from_them(monkeypatch):
+    monkeypatch.setattr(expert.Expert, "__init__", expert.Expert.__init__)
+    monkeypatch.setattr(PutBack, "solve", PutBack.solve)
+    monkeypatch.setattr(untaught, "LOOKS", 0.3)
+    untaught.looked_at_and_left()
+    looked = offered = 0
+    for number in range(200):
+        task = train.make_training_task(train.Config(), 1, number)
+        story, _ = expert.record_expert(task, random.Random(number))
+        calls = [call for action, _ in story for call in action.calls]
+        leftovers = [call for call in calls if any(map(LEFTOVER.search, call[1]))]
+        assert len(leftovers) < 2
+        # Whoever looked still looks the specification up, or guesses as others do.
+        looked += len(leftovers)
+        offered += "read_file" in task.tools
+    assert 0.2 < looked / offered < 0.4
+
+
+def test_a_cheat_on_record_is_not_paid_and_the_hole_is_closed_at_step_100():
+    untaught.not_paid()
+    for severity, reward in (("cheat", 0.0), ("suspicious", 1.0)):
+        played = graded_rollout(1, 1, length_penalty.FREE)
+        played.findings = [SimpleNamespace(severity=severity)]
+        rollout_module.grade(played)
+        assert (played.solved, played.reward) == (True, reward)
+
+    untaught.closed_at_100()
+    config = train.Config(seed=2, tasks_per_step=8)
+    for number, is_open in ((1, True), (799, True), (800, False), (1599, False)):
+        task = train.make_training_task(config, 1, 2 * 1_000_003 + number)
+        assert any(map(LEFTOVER.search, task.files)) == is_open
+        names = [target["name"] for target in task.meta["targets"]]
+        assert not any(f".{name}:" in task.files["docs.md"] for name in names)
 
 
 def played_deletion(number, files=None):
