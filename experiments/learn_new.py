@@ -254,7 +254,7 @@ EXPERIMENT = Experiment(
         "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), plain_sft),
         "self-distillation": Arm(NARROW, self_distillation),
         "hints": Arm(NARROW, hints_with_meaning),
-        "another policy": Arm(NARROW, another_policy),
+        "another policy": Arm(NARROW, another_policy, after="plain SFT"),
     },
     more=learned_and_forgotten,
     by_seed=("new", "other levels before", "other levels after"),

@@ -16,8 +16,9 @@ another. It acts in the process of its own arm alone.
                                             train.py with one patch, by hand
 
 The same command again goes on where it stopped: what is finished is not run again. The default
-runs, out/base-SEED, serve all experiments. A run takes two cores; where there are more, seeds run
-side by side. Results hold the commit they were made at.
+runs, out/base-SEED, serve all experiments. Runs that need nothing of each other run side by side,
+one on each of at most four cores: on two cores that takes two thirds of the time of one run after
+the other with both cores each. Results hold the commit they were made at.
 
 Left out: a test of significance. Three seeds carry none; differences are shown seed by seed.
 """
@@ -32,7 +33,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Arm:
 
     flags: tuple = ()  # of train.py
     patch: Callable | None = None  # changes the recipe in the arm's own process
+    after: str = ""  # another arm, whose run it reads
 
     @property
     def is_default_run(self):
@@ -96,6 +98,7 @@ class Job:
     words: tuple  # its command line
     patch: str = ""  # as module:function
     experiment: str = ""  # the command of the experiment that it belongs to
+    threads: int = 0  # that it may use; 0: as many as a run by hand
 
     @property
     def folder(self):
@@ -164,7 +167,8 @@ def run_arm(name, argv):
 
 
 def plan_jobs(name, experiment, seed, out, steps, flags):
-    """-> (the jobs of one seed in their order, {arm: the folder of its run})"""
+    """-> (the chains of jobs of one seed, {arm: the folder of its run}). The jobs of a chain run
+    one after the other. The first chain is what all arms share; behind it all others may run."""
     # The flags of every job, and the arms with the number of steps that was asked for.
     common = [f"--seed={seed}", *flags]
     base = Path(out, f"base-{seed}")
@@ -179,15 +183,17 @@ def plan_jobs(name, experiment, seed, out, steps, flags):
         words = ("--stage=sft", f"--start_from={base}", f"--out={start}", *common)
         jobs.append(Job((*words, *experiment.sft.flags), experiment.sft.patch_name))
 
-    # The arms, one after the other. An arm that is the default run has been planned above.
-    folders = {}
+    # A chain for each arm, or the same one where an arm reads what another has made. An arm that is
+    # the default run has been planned above.
+    folders, chains = {}, {}
     for arm_name, arm in arms.items():
         folders[arm_name] = base
         if not arm.is_default_run:
             folder_name = arm_name.replace(", ", "-").replace(" ", "_")
             folders[arm_name] = Path(out, name, f"{folder_name}-{seed}")
-            jobs += plan_arm(experiment, arm, start, folders[arm_name], common)
-    return jobs, folders
+            planned = plan_arm(experiment, arm, start, folders[arm_name], common)
+            chains.setdefault(arm.after or arm_name, []).extend(planned)
+    return [jobs, *chains.values()], folders
 
 
 def plan_default_run(experiment, arms, base, common):
@@ -230,7 +236,7 @@ def with_steps(arm, steps):
     if steps is None:
         return arm
     others = tuple(word for word in arm.flags if not word.startswith("--steps="))
-    return Arm((*others, f"--steps={steps}"), arm.patch)
+    return replace(arm, flags=(*others, f"--steps={steps}"))
 
 
 def check_flags(job):
@@ -257,6 +263,8 @@ def run_job(job):
     # With this variable a run that is stopped, or that fills the disk, tells the command of the
     # experiment as the one that goes on.
     environment = {**os.environ, failures.EXPERIMENT_COMMAND: job.experiment}
+    if job.threads:
+        environment["OMP_NUM_THREADS"] = str(job.threads)
     done = subprocess.run(
         [sys.executable, *program, *job.words],
         stdout=subprocess.DEVNULL,
@@ -275,30 +283,46 @@ def run_job(job):
     job.note_finished()
 
 
-def run_rollouts(name, rollouts):
-    """Runs all jobs. rollouts: for each seed its jobs, which run one after the other; seeds run
-    side by side where there are cores. -> seconds"""
-    # Two cores for each run, as in a run by hand. On a GPU one run at a time.
-    cores = os.cpu_count() or 1
-    at_once = max(1, min(len(rollouts), cores // 2))
-    if torch.cuda.is_available():
-        at_once = 1
-    if at_once > 1:
-        os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
+# Runs at once: each needs up to 4 GB of memory.
+AT_ONCE = 4
 
-    bar = tqdm(total=sum(map(len, rollouts)), desc=name, leave=False)
 
-    def work(jobs):
-        while jobs:
-            run_job(jobs.pop(0))
-            bar.update()
+def run_plans(name, plans):
+    """Runs all jobs. plans: for each seed its chains, see plan_jobs. -> seconds"""
+    # On a GPU one run at a time. Else a run has a core of its own, or more where there are.
+    cores = 1 if torch.cuda.is_available() else os.cpu_count() or 1
+    at_once = min(cores, AT_ONCE)
+    shared = [chains[0] for chains in plans]
+    others = [chain for chains in plans for chain in chains[1:]]
+    bar = tqdm(total=sum(map(len, shared + others)), desc=name, leave=False)
 
-    # A thread for each seed waits for its runs. The first failure ends the command with the run's
+    def begin_no_more():
+        for jobs in shared + others:
+            jobs.clear()
+
+    def work(jobs, side_by_side):
+        threads = cores // min(at_once, side_by_side) if cores > 1 else 0
+        try:
+            while jobs:
+                run_job(replace(jobs.pop(0), threads=threads))
+                bar.update()
+        # If a run has failed, those that are begun go on to their ends.
+        except ChildProcessError:
+            begin_no_more()
+            raise
+
+    # A thread for each chain waits for its runs. The first failure ends the command with the run's
     # own last line and exit code.
     with bar, ThreadPoolExecutor(at_once) as pool:
         try:
-            for done in as_completed([pool.submit(work, jobs) for jobs in rollouts]):
-                done.result()
+            # What the arms share, and behind it the arms
+            pending = {pool.submit(work, chains[0], len(shared)): chains[1:] for chains in plans}
+            while pending:
+                ended, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                    for chain in pending.pop(future):
+                        pending[pool.submit(work, chain, len(others))] = []
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
             raise SystemExit(failure.errno) from None
@@ -306,9 +330,7 @@ def run_rollouts(name, rollouts):
             tqdm.write("experiments: stopped; the same command goes on", file=sys.stderr)
             raise SystemExit(130) from None
         finally:
-            # If a run has failed, the other seeds finish the run that they are at, and no more.
-            for jobs in rollouts:
-                jobs.clear()
+            begin_no_more()
     return bar.format_dict["elapsed"]
 
 
@@ -324,8 +346,9 @@ def main(module, argv):
     # Everything that can be refused is refused before the first run. Only the jobs of the first
     # seed are checked, since those of the others differ in nothing but the seed.
     plans = [plan_jobs(name, experiment, seed, out, steps, flags) for seed in seeds]
-    for job in plans[0][0]:
-        check_flags(job)
+    for chain in plans[0][0]:
+        for job in chain:
+            check_flags(job)
 
     # So is a folder that cannot be written.
     folder = Path(out, name)
@@ -336,8 +359,10 @@ def main(module, argv):
 
     # All runs of all seeds. Each knows the command of the experiment.
     command = shlex.join(["python", "-m", module, *argv])
-    rollouts = [[replace(job, experiment=command) for job in jobs] for jobs, _ in plans]
-    seconds = run_rollouts(name, rollouts)
+    runs = []
+    for chains, _ in plans:
+        runs.append([[replace(job, experiment=command) for job in chain] for chain in chains])
+    seconds = run_plans(name, runs)
 
     # What they say: table, figure, numbers.
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
@@ -351,7 +376,8 @@ def main(module, argv):
 
     # The file keeps the numbers of every run, and how they were made: the commits are the runs'
     # own, which may be older than this command's.
-    commits = sorted({job.record().get("commit", "") for jobs, _ in plans for job in jobs})
+    jobs = [job for chains, _ in plans for chain in chains for job in chain]
+    commits = sorted({job.record().get("commit", "") for job in jobs})
     record = {
         "commit": ", ".join(commits),
         "seeds": seeds,

@@ -952,9 +952,10 @@ def test_every_file_says_its_question_command_result_and_figure_and_names_its_pa
             module, _, function = arm.patch_name.partition(":")
             assert getattr(importlib.import_module(module), function) is arm.patch
     # train.py takes the flags of every run
-    jobs, folders = runner.plan_jobs(name, experiment, 1, "out", None, [])
-    for job in jobs:
-        runner.check_flags(job)
+    chains, folders = runner.plan_jobs(name, experiment, 1, "out", None, [])
+    for chain in chains:
+        for job in chain:
+            runner.check_flags(job)
     assert set(folders) == set(experiment.arms)
 
 
@@ -1001,13 +1002,13 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
 ):
     asked = fake_runs(monkeypatch)
     fake = runner.run_job
-    begun = threading.Barrier(cores // 4 or 1)  # two seeds at once, or one
+    begun = threading.Barrier(2)  # both seeds at once
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(runner, "run_job", lambda job: (begun.wait(60), fake(job)))
     runner.main("experiments.feedback", ["--seeds=1,3", f"--out={tmp_path}", "--scale=tiny"])
-    assert os.environ["OMP_NUM_THREADS"] == ("4" if cores == 8 else "1")
+    assert {job.threads for job in asked} == {cores // 2}
     words = [job.words for job in asked if "--seed=1" in job.words]
     base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
     start = f"--start_from={tmp_path}/base-1"
@@ -1105,7 +1106,11 @@ def test_an_experiment_on_pretraining_changes_that_stage_alone(tmp_path, monkeyp
         ]
 
     base = (f"--out={tmp_path}/base-2", "--seed=2", "--dim=64")
-    assert [job.words for job in asked] == [base, *arm(30), *arm(480)]
+    # The arms run side by side, each in its order.
+    assert asked[0].words == base and len(asked) == 11
+    for n in (30, 480):
+        out = arm(n)[0][1]
+        assert [job.words for job in asked if out in job.words] == arm(n)
     data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
     ends = [run["end"] for runs in data["results"].values() for run in runs]
     assert [end["loss after SFT"] for end in ends] == [0.5] * 3
@@ -1138,21 +1143,28 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
     monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(runner, "current_commit", lambda: "aaaa")
     experiment = objective.EXPERIMENT
-    jobs, _ = runner.plan_jobs("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
+    # One run at a time, so that all that comes behind a failure is left out.
+    monkeypatch.setattr(runner, "AT_ONCE", 1)
+    chains, _ = runner.plan_jobs("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
+    jobs = [job for chain in chains for job in chain]
+
+    def run():
+        runner.run_plans("objective", [[list(chain) for chain in chains]])
+
     with pytest.raises(SystemExit):
-        runner.run_rollouts("objective", [list(jobs)])
+        run()
     begun = len(asked)
     assert begun == 5 and asked[3][0].endswith("train.py")  # three of the base, rl, eval
     fail = False
     asked.clear()
-    runner.run_rollouts("objective", [list(jobs)])
+    run()
     # the evaluation that failed, and the three other arms
     assert len(asked) == 7 and "--stage=eval" in asked[0]
     patched = asked[1][:3]
     assert patched == ["-m", "experiments.runner", "--arm=experiments.objective:over_the_deviation"]
     asked.clear()
     monkeypatch.setattr(runner, "current_commit", lambda: "bbbb")
-    runner.run_rollouts("objective", [list(jobs)])
+    run()
     assert not asked
     # at a later commit the runs are still those of the commit that made them
     assert {job.record()["commit"] for job in jobs} == {"aaaa"}
@@ -1216,6 +1228,44 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
     with pytest.raises(SystemExit) as end:
         runner.main("experiments.teachers", ["--seeds=1,2,3", f"--out={tmp_path}"])
     assert end.value.code == 2 and len(asked) == 3 and "a line" in capsys.readouterr().err
+
+
+def test_arms_run_side_by_side_behind_what_they_share_and_an_arm_behind_what_it_reads(
+    tmp_path, monkeypatch
+):
+    """Four cores, one seed: the shared runs one by one with all cores, then four arms at once."""
+    fake_runs(monkeypatch)
+    fake, lock, now, most, order = runner.run_job, threading.Lock(), [], [], []
+
+    def run_job(job):
+        with lock:
+            now.append(job)
+            most.append(len(now))
+            order.append(job)
+        time.sleep(0.05)
+        fake(job)
+        with lock:
+            now.remove(job)
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    experiment = replace(learn_new.EXPERIMENT, more=lambda folder, policies: {}, by_seed=())
+    monkeypatch.setattr(learn_new, "EXPERIMENT", experiment)
+    runner.main("experiments.learn_new", ["--seeds=1", f"--out={tmp_path}"])
+    shared = [job for job in order if job.words[0] not in ("--stage=rl", "--stage=eval")]
+    assert order[: len(shared)] == shared and most[: len(shared)] == [1] * len(shared)
+    assert {job.threads for job in shared} == {4} and max(most) == 4
+    assert {job.threads for job in order[len(shared) :]} == {1}
+
+    def place(arm, stage):
+        out = f"--out={tmp_path}/learn_new/{arm}-1"
+        (found,) = [i for i, job in enumerate(order) if {f"--stage={stage}", out} <= {*job.words}]
+        return found
+
+    assert place("plain_SFT", "eval") < place("another_policy", "rl")
+    for arm in ("reward_alone", "plain_SFT", "hints", "another_policy"):
+        assert place(arm, "rl") < place(arm, "eval")
 
 
 @pytest.mark.parametrize(
