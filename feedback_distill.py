@@ -217,7 +217,12 @@ def spoken_text(text):
     return after if close else before.partition("<think>")[0]
 
 
-MESSAGE_REMINDER = "Reminder: the last message names what is done, no more and no less."
+def message_reminder(names):
+    """names: of the functions that are done, in the order of the task"""
+    listed = f": {', '.join(names)}" if names else ""
+    return f"Reminder: the last message names what is done{listed}."
+
+
 # A function of a file: its indentation, its name, and its text, which goes on as long as lines are
 # indented further than the `def`, or empty.
 FUNCTION = re.compile(r"^([ \t]*)def (\w+)(\(.*(?:\n\1[ \t]+.*|\n[ \t]*(?=\n))*)", re.M)
@@ -232,18 +237,35 @@ def communication(rollout, e, i):
         # a thought is no message
         said = spoken_text(rollout.segments[e].turns[i].text).split()
         if not said or is_untrue(rollout, re.findall(r"\w+", " ".join(said))):
-            return MESSAGE_REMINDER
+            return message_reminder(done_targets(rollout))
+
+
+def target_names(task):
+    """Of the functions that a generated task asks for"""
+    return [target["name"] for target in task.meta.get("targets", ())]
+
+
+def changed_functions(rollout):
+    """Names of the functions that are otherwise in its files than they were"""
+    before, after = functions(rollout.task.files), functions(rollout.files)
+    return {name for name in after if after[name] != before.get(name)}
+
+
+def done_targets(rollout):
+    """Names of the functions that the task asks for and that are not as they were"""
+    wanted = target_names(rollout.task)
+    changed = changed_functions(rollout) if wanted else ()
+    return [name for name in wanted if name in changed]
 
 
 def is_untrue(rollout, words):
     """Do these words name functions of a generated task otherwise than its files have changed? In
     a real repository a name may be any word."""
-    wanted = {target["name"] for target in rollout.task.meta.get("targets", ())}
+    wanted = set(target_names(rollout.task))
     if not wanted or not rollout.files:  # a transcript holds no files
         return False
-    before, after = functions(rollout.task.files), functions(rollout.files)
-    changed = {name for name in after if after[name] != before.get(name)}
-    named = set(words) & (before.keys() | after.keys() | wanted)
+    known = functions(rollout.task.files).keys() | functions(rollout.files).keys() | wanted
+    named, changed = set(words) & known, changed_functions(rollout)
     named_but_not_done = named - changed
     done_but_not_named = (wanted & changed) - named
     return bool(named_but_not_done or done_but_not_named)
@@ -300,15 +322,21 @@ def hint_turn(tokenizer, text, turn):
 # ---------------------------------------------------------------- demonstrations with hints
 
 
+def remind_of_message(task, action):
+    """The names are those of the action, which is right. Above a call nothing is said yet."""
+    said = re.findall(r"\w+", "" if action.calls else action.text)
+    return message_reminder([name for name in target_names(task) if name in said])
+
+
 # What the hints in a demonstration say about a flaw of the expert: the words of the rule. name of
-# the rule -> function of the task -> text
+# the rule -> function of the task, and of the action that is right -> text
 REMINDERS = {
-    "unavailable_tool": available_tools,
-    "malformed_arguments": call_forms,
-    "code_style": lambda task: COMMENT_REMINDER,
-    "repetition": lambda task: REPEAT_REMINDER,
-    "unfinished": lambda task: RED_REMINDER,
-    "communication": lambda task: MESSAGE_REMINDER,
+    "unavailable_tool": lambda task, action: available_tools(task),
+    "malformed_arguments": lambda task, action: call_forms(task),
+    "code_style": lambda task, action: COMMENT_REMINDER,
+    "repetition": lambda task, action: REPEAT_REMINDER,
+    "unfinished": lambda task, action: RED_REMINDER,
+    "communication": remind_of_message,
 }
 
 
@@ -316,26 +344,28 @@ def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
     """Yields the expert's actions, and writes into `hint_texts` {number of an action: the hint that
     stands above it}.
 
-    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task) stands
-    above the right action: so the model learns to heed hints.
+    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task, right
+    action) stands above the right action: so the model learns to heed hints.
 
     With probability `neutral_rate` one of the hints stands above an action that was right anyway, a
     call or a final message. Otherwise the place of a hint would mean something, too, and its
     distillation would drift. A model that saw hints about tools only above calls unlearned to
     finish; one that saw hints about the final message only above final messages learned to quit."""
-    texts = [tell(task) for tell in remind.values()]
+    tells = list(remind.values())
     # One round per action that is played.
     action = next(moves)
     for number in itertools.count():
         # A flaw is left out, and the expert asked again for what it does instead.
         while action.flaw in remind and rng.random() < hint_rate:
-            hint_texts[number] = remind[action.flaw](task)
+            tell = remind[action.flaw]
             action = moves.send([HINTED])
+            hint_texts[number] = tell(task, action)
 
         # A hint above an action that needed none.
         is_right = number not in hint_texts and action.flaw not in remind
         if is_right and remind and neutral_rate and rng.random() < neutral_rate:
-            hint_texts[number] = texts[0] if len(texts) == 1 else rng.choice(texts)
+            tell = tells[0] if len(tells) == 1 else rng.choice(tells)
+            hint_texts[number] = tell(task, action)
 
         # The agent plays the action and sends back what the tools answered.
         outputs = yield action

@@ -198,6 +198,10 @@ def test_communication_wants_what_the_files_say(after, message, untrue):
     )
     played.task.files = {**files, "a.py": GIVEN}
     assert fired(played, "communication") == ([(0, 3)] if untrue else [])
+    # The hint names what is done, and nothing where nothing is.
+    says = "Reminder: the last message names what is done"
+    texts = [hint.text for hint in fd.detect(played, ("communication",))]
+    assert texts == [f"{says}: f." if PUT_BACK in after else f"{says}."] * untrue
     # a transcript holds no files
     played.files = {}
     assert fired(played, "communication") == []

@@ -53,7 +53,7 @@ from world.honeypot import unharden
 from world.expert import InMemoryWorkspace, expert, play
 from repositories.verdict import judge
 from world.sandbox import Sandbox
-from world.task import Task
+from world.task import Action, Task
 from refusals import refuse
 from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_rollout, policy, sample, target_logprobs
 from command import transcripts
@@ -693,13 +693,16 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
         texts = []
         for flaw, following in zip(flaws, [*flaws[1:], ""]):
             if flaw == "code_style" or flaw and not following:
-                texts.append(remind[flaw](task))
+                texts.append(remind[flaw](task, Action(hinted.turns[-1].text)))
         theirs = [turn.text for turn in hinted.turns if turn.role == "hint"]
         if flaws[-1] == "unfinished":
             # The plain one has ended, the hinted one goes on.
             assert theirs[: len(texts) - 1] == texts[:-1]
         else:
             assert theirs == texts
+            # It names what the rule would have named of the files.
+            if flaws[-1] == "communication":
+                assert theirs[-1] == detect(plain, ("communication",))[-1].text
             # No other flaw decides whether the task is solved.
             files = hinted.files, plain.files
             assert len({judge(task, one, sandbox).solved for one in files}) == 1
