@@ -7,6 +7,8 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
                        more
     by what it did     (begins at an SFT of its own) demonstrations are labelled afterwards: effort
                        over that of the careful expert on the same task, in thirds
+    low less often     (by hand, with an SFT of its own) one demonstration in five is of low effort,
+                       in the place of one in three
     RL alone           the label means nothing until RL gives it a price. This arm and those below
                        begin at an SFT whose demonstrations say nothing of effort
     never told         one price of .4 and no label in training; the evaluation asks with labels
@@ -80,6 +82,12 @@ def measure_effort_ratio(config, number, played, tokenizer, compact):
 def thirds(values):
     """0, 1 or 2 for each value: in which third of all it is"""
     return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values)
+
+
+# A third: the same label, with few demonstrations of little care.
+def low_less_often():
+    low, medium, high = length_penalty.SETTINGS
+    train.settings = lambda config: (low, medium, medium, high, high)
 
 
 # 3. A digit in the place of a word. Three of them are trained, and two more are asked for.

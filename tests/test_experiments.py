@@ -74,6 +74,7 @@ def recipe(monkeypatch):
         (train, "make_demonstration"),
         (train, "make_demonstrations"),
         (train, "evaluate_run"),
+        (train, "settings"),
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
         (train, "PROGRAM"),
@@ -612,6 +613,16 @@ def test_labelled_by_what_it_did_a_demonstration_asks_for_the_effort_that_it_sho
     for (ratio, setting), (more, other) in zip(seen, seen[1:]):
         assert setting <= other and (ratio < more or setting == other)
     assert {setting for _, setting in seen} == {0, 1, 2}
+
+
+def test_with_low_less_often_a_fifth_of_the_demonstrations_is_of_low_effort(run):
+    tokenizer = Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
+    effort.low_less_often()
+    made = train.make_demonstrations(
+        train.Config(window=2048), tokenizer, None, range(100), lambda i, _: i
+    )
+    asked = [length_penalty.setting_of(played.task) for _, played in made]
+    assert 10 < asked.count("low") < 30 and min(map(asked.count, ("medium", "high"))) > 25
 
 
 def test_whoever_never_saw_the_labels_is_asked_with_them():
