@@ -4,6 +4,8 @@ Three rates of each. Muon's embeddings and gains keep AdamW's best rate.
 
     AdamW, 120 steps, lr .003, .006, .012
     Muon, 80 steps, lr .006, .012, .024
+    whole matrices, 80 steps, the same rates: all heads of a layer, and all its experts, as one
+    matrix each
 
     python -m experiments.muon
 
@@ -13,8 +15,30 @@ Found (commit 534553e or older), held-out loss at the best rates in three seeds:
 
 import sys
 
+import muon
+import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
+
+
+# Heads and experts lie in stacks (N, R, C). Here a stack is one matrix of N R rows, and an output
+# projection, in which the heads lie side by side, is not cut into blocks.
+def whole_matrices():
+    plain_split, plain_orthogonalize = train.split_by_name, muon.orthogonalize
+    stacks = {}  # (R, C) -> N
+
+    def split_by_name(named, heads):
+        stacks.update({tuple(p.shape[1:]): len(p) for _, p in named if p.ndim == 3})
+        return plain_split(named, heads=1)
+
+    def orthogonalize(G, *more):
+        # The matrices of equal shape come together, (K, 1, R, C), those of a stack side by side.
+        K, _, R, C = G.shape
+        N = stacks.get((R, C), 1)
+        return plain_orthogonalize(G.reshape(K // N, N * R, C), *more).view(G.shape)
+
+    train.split_by_name, muon.orthogonalize = split_by_name, orthogonalize
+
 
 # Each optimizer at three learning rates: a comparison at one rate would compare the rates.
 ADAMW = ("--optimizer=adamw", "--steps=120")
@@ -30,6 +54,9 @@ EXPERIMENT = Experiment(
         "Muon, 80 steps, lr 0.006": Arm((*MUON, "--lr=0.006")),
         "Muon, 80 steps, lr 0.012": Arm((*MUON, "--lr=0.012")),
         "Muon, 80 steps, lr 0.024": Arm((*MUON, "--lr=0.024")),
+        "whole matrices, lr 0.006": Arm((*MUON, "--lr=0.006"), whole_matrices),
+        "whole matrices, lr 0.012": Arm((*MUON, "--lr=0.012"), whole_matrices),
+        "whole matrices, lr 0.024": Arm((*MUON, "--lr=0.024"), whole_matrices),
     },
     stages=("pretrain",),
 )

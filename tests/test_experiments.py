@@ -27,6 +27,7 @@ import eval as evaluation
 import feedback_distill
 import length_penalty
 import moe
+import muon
 import rollout as rollout_module
 from rollout import Limits, Segment, Tokenizer, Turn, demonstrate, pack, policy_loss
 import summarize
@@ -75,6 +76,8 @@ def recipe(monkeypatch):
         (train, "make_demonstrations"),
         (train, "evaluate_run"),
         (train, "settings"),
+        (train, "split_by_name"),
+        (muon, "orthogonalize"),
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
         (train, "PROGRAM"),
@@ -623,6 +626,34 @@ def test_with_low_less_often_a_fifth_of_the_demonstrations_is_of_low_effort(run)
     )
     asked = [length_penalty.setting_of(played.task) for _, played in made]
     assert 10 < asked.count("low") < 30 and min(map(asked.count, ("medium", "high"))) > 25
+
+
+def test_whole_matrices_are_those_of_all_heads_and_all_experts_together():
+    """One step of Muon against the orthogonalized (N R, C) matrix of each stack's momentum"""
+    experiment = importlib.import_module("experiments.muon")
+    experiment.whole_matrices()
+    torch.manual_seed(0)
+    net = torch.nn.Module()
+    net.experts = torch.nn.Parameter(torch.randn(4, 16, 24))
+    net.others = torch.nn.Parameter(torch.randn(4, 16, 24))
+    net.plain = torch.nn.Parameter(torch.randn(40, 24))
+    groups = train.split_by_name(list(net.named_parameters()), 2)
+    optimizer = muon.Muon(groups, lr=0.1, weight_decay=0.0, ns_dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, p in net.named_parameters():
+        # With the first gradient Nesterov's momentum is a multiple of it.
+        whole = p.grad.reshape(-1, 24)
+        U, _, Vh = torch.linalg.svd(whole, full_matrices=False)
+        moved = (before[name] - p.detach()).reshape(-1, 24) / 0.1
+        moved /= muon.step_scale(*p.shape[-2:])
+        # Of about unit singular values, along those of the whole gradient
+        inside = U.T @ moved @ Vh.T
+        along = inside.diagonal()
+        assert 0.5 < along.min() and along.max() < 1.4
+        assert (inside - torch.diag(along)).abs().max() < 1e-3
 
 
 def test_whoever_never_saw_the_labels_is_asked_with_them():
