@@ -1,6 +1,7 @@
-"""python -m experiments: the questions, one line each."""
+"""python -m experiments: the questions, and what was found, a line each."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -8,13 +9,16 @@ OTHERS = {"__init__", "__main__", "runner", "tables"}
 
 
 def questions():
-    """-> {name: the question in the first line of the file's head}"""
+    """-> {name: (the question in the first line of the file's head, the first sentence of what was
+    found)}"""
     # The heads are read without importing the files, which would import all of train.py.
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem not in OTHERS:
             head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            found[path.stem] = head.splitlines()[0].partition(": ")[2]
+            question = head.splitlines()[0].partition(": ")[2]
+            sentence = re.search(r"^Found.*?[.;](?=\s|$)", head, re.M | re.S)
+            found[path.stem] = question, " ".join(sentence[0].split())
     return found
 
 
@@ -26,5 +30,5 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         raise SystemExit(2)
-    for name, question in questions().items():
-        print(f"python -m experiments.{name:12s} {question}")
+    for name, (question, sentence) in questions().items():
+        print(f"python -m experiments.{name:12s} {question}\n    {sentence}")

@@ -5,7 +5,7 @@ of train.py with other flags, with a patch, or both. A patch is a function witho
 changes the recipe: it puts a subclass in the place of a stage, or a function in the place of
 another. It acts in the process of its own arm alone.
 
-    python -m experiments                   the questions, one line each
+    python -m experiments                   the questions, and what was found
     python -m experiments.feedback          all arms, three seeds: out/feedback/feedback.json, .png
         --seeds=1337,1                      these seeds
         --steps=N                           in every arm: of RL, or of pretraining if that differs

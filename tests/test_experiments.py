@@ -1346,8 +1346,10 @@ def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_l
         return run_command([sys.executable, "-m", *words], cwd=ROOT)
 
     lines = go("experiments").stdout.splitlines()
-    assert len(lines) == len(NAMES) and "feedback" in NAMES
-    assert all(line.startswith(f"python -m experiments.{n}") for line, n in zip(lines, NAMES))
+    assert len(lines) == 2 * len(NAMES) and "feedback" in NAMES
+    for name, question, found in zip(NAMES, lines[::2], lines[1::2]):
+        assert question.startswith(f"python -m experiments.{name}")
+        assert found.startswith("    Found") and found[-1] in ".;"
     for words in (["experiments", "feedback"], ["experiments.feedback", "--seeds=x"]):
         done = go(*words)
         assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
