@@ -855,7 +855,8 @@ class Reinforcement(Source):
         folder = self.folder.name
         self.publisher = fast_workers.Publisher(folder, run.model.config, run.dtype)
         settings = dict(folder=folder, **played, **options)
-        self.workers = fast_workers.Workers(config.workers, settings, PATCH)
+        at_once = 1 + self.max_staleness
+        self.workers = fast_workers.Workers(config.workers, settings, PATCH, at_once)
 
     # ---- the tasks
 

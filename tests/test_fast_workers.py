@@ -208,6 +208,31 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
 
 
+def test_two_steps_at_once_are_dealt_to_one_process_each(tmp_path):
+    more = dict(group=3, limits=Limits(400, 14, 24), compact=Compaction(400, 280), rows=9)
+    settings = settings_of(tmp_path, **more)
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
+    publisher.publish(0, weights())
+    alone = fast_workers.Generator(**settings)
+    beside = fast_workers.Workers(2, settings, steps_at_once=2)
+    try:
+        handles = [beside.submit(REAL, range(3), seed) for seed in (5, 6)]
+        assert [len(dealt) for dealt in handles] == [1, 1]
+        for seed, dealt in zip((5, 6), handles):
+            groups, expected = beside.collect(dealt), alone(REAL, range(3), seed)
+            for group, other in zip(groups, expected, strict=True):
+                for rollout, twin in zip(group, other, strict=True):
+                    same(rollout, twin)
+        assert len(beside.processes) == 2
+    finally:
+        beside.close()
+    # Three processes for two steps: each step keeps two of them busy.
+    assert [fast_workers.Workers(n, {}, "", at_once).parts for n, at_once in ((3, 2), (1, 4))] == [
+        2,
+        1,
+    ]
+
+
 def test_the_plain_form_of_generation_yields_the_same_groups():
     """One process samples and updates in turn, with the plain sampler: the same tokens and counts
     under two versions of the weights, log-probs within 1e-5"""
@@ -252,7 +277,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
     import train
 
     class Prompt(fast_workers.Workers):
-        def __init__(self, n, settings, patch):
+        def __init__(self, n, settings, patch, steps_at_once):
             self.generator, self.restarts = fast_workers.Generator(**settings), 0
 
         def submit(self, tasks, numbers, seed):
