@@ -31,7 +31,7 @@ import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.tasks import TenTasks
-from world.judge import call_functions, judge_generated, same_value
+from world.judge import call_functions, same_value
 from world.kinds import KINDS
 from world.kinds.put_back import PutBack
 from world.machine import MachineFailure
@@ -231,7 +231,7 @@ def a_twentieth_deletes():
 
 
 def judge_both_kinds():
-    plain = judge_generated
+    plain = rollout.judge
 
     def judge(task, files, sandbox):
         judge_it = judge_deletion if "deletes" in task.meta else plain
