@@ -23,11 +23,11 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
     python -m experiments.runner --arm=experiments.effort:by_what_it_did -- --stage=sft \\
         --start_from=out/base-1337 --out=out/by_what
 
-Found: asked for low effort the default run takes .59 and .56 of the tokens of high effort and has
-.65 and .63 solved in the place of .92 (seeds 1337 and 1). Seed 1337: RL alone finds no dial (1.03);
-never told solves .92 with 168 tokens, price .9 .81 with 105, free .90 with 217, linear .90 with
-163, failures pay .94 with 158. Far budget: .60 and .89. With it, by what it did: .71. Digits have
-not been run. Figure: figures/effort.png.
+Found: asked for low effort the default run takes .59, .56 and .46 of the tokens of high effort and
+has .65, .63 and .51 solved in the place of .92 (seeds 1337, 1, 2). Digits are learned like the
+words, and those between mean the least one. RL alone finds no dial (1.03, .97); never told solves
+.92 and .93 with 168 and 132 tokens. Seeds 1337, 1: price .9 .81 and .74 with 105 and 117, free .90
+and .85 with 217 and 235. By what it did: .71 (seed 1337). Figure: figures/effort.png.
 """
 
 import math
