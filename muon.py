@@ -88,12 +88,22 @@ def orthogonalize(G, steps=5, dtype=torch.bfloat16, iterate=newton_schulz):
     # 8: without them the last bit of a product would depend on where in memory the matrix begins,
     # and so on its batch.
     R, C = G.shape[-2:]
-    padding = (0, -C % 8, 0, -R % 8) if G.device.type == "cpu" else (0, 0, 0, 0)
-    X = torch.nn.functional.pad(G.reshape(-1, R, C), padding)
+    X = G.reshape(-1, R, C)
+    if G.device.type == "cpu":
+        X = torch.nn.functional.pad(X, (0, -C % 8, 0, -R % 8))
 
     # Zeros stay zeros in every product, so they are cut off again at the end.
     X = iterate(unit_norm(X).to(dtype), steps)
     return X[:, :R, :C].reshape(G.shape).to(G.dtype)
+
+
+# An integer type of as many bits as the number, and those of its bits that hold the exponent
+EXPONENT = {
+    torch.float64: (torch.int64, 0x7FF0 << 48),
+    torch.float32: (torch.int32, 0x7F80 << 16),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 
 
 def unit_norm(X):
@@ -104,8 +114,8 @@ def unit_norm(X):
     # that entry without its mantissa.
     tiny = torch.finfo(X.dtype).tiny
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True).clamp(min=tiny)
-    largest = largest.double()  # (N, 1, 1)
-    X = X / (largest / (2 * torch.frexp(largest).mantissa)).to(X.dtype)
+    bits, exponent = EXPONENT[X.dtype]
+    X = X / (largest.view(bits) & exponent).view(X.dtype)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
     return X / norm.clamp(min=tiny)
 
