@@ -283,15 +283,25 @@ def run_job(job):
     job.note_finished()
 
 
-# Runs at once: each needs up to 4 GB of memory.
+# Runs at once, and the memory that is kept for each
 AT_ONCE = 4
+BYTES_OF_RUN = 4 << 30
+
+
+def runs_at_once(cores):
+    """As many as there are cores for, and memory where the system says how much it has"""
+    most = min(cores, AT_ONCE)
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = min(most, memory // BYTES_OF_RUN)
+    return max(1, most)
 
 
 def run_plans(name, plans):
     """Runs all jobs. plans: for each seed its chains, see plan_jobs. -> seconds"""
     # On a GPU one run at a time. Else a run has a core of its own, or more where there are.
     cores = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    at_once = min(cores, AT_ONCE)
+    at_once = runs_at_once(cores)
     shared = [chains[0] for chains in plans]
     others = [chain for chains in plans for chain in chains[1:]]
     bar = tqdm(total=sum(map(len, shared + others)), desc=name, leave=False)

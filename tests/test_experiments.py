@@ -1045,6 +1045,7 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     asked = fake_runs(monkeypatch)
     fake = runner.run_job
     begun = threading.Barrier(2)  # both seeds at once
+    monkeypatch.setattr(runner, "BYTES_OF_RUN", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -1264,6 +1265,7 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
         time.sleep(0.5)
 
     monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "BYTES_OF_RUN", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -1291,6 +1293,7 @@ def test_arms_run_side_by_side_behind_what_they_share_and_an_arm_behind_what_it_
 
     monkeypatch.setattr(runner, "run_job", run_job)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(runner, "BYTES_OF_RUN", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     experiment = replace(learn_new.EXPERIMENT, more=lambda folder, policies: {}, by_seed=())
     monkeypatch.setattr(learn_new, "EXPERIMENT", experiment)
@@ -1308,6 +1311,16 @@ def test_arms_run_side_by_side_behind_what_they_share_and_an_arm_behind_what_it_
     assert place("plain_SFT", "eval") < place("another_policy", "rl")
     for arm in ("reward_alone", "plain_SFT", "hints", "another_policy"):
         assert place(arm, "rl") < place(arm, "eval")
+
+
+def test_as_many_runs_go_at_once_as_cores_and_memory_carry(monkeypatch):
+    sizes = {"SC_PHYS_PAGES": 3 << 20, "SC_PAGE_SIZE": 4096}  # 12 GiB
+    monkeypatch.setattr(os, "sysconf", sizes.get)
+    assert [runner.runs_at_once(cores) for cores in (1, 2, 3, 64)] == [1, 2, 3, 3]
+    sizes["SC_PHYS_PAGES"] = 1 << 18
+    assert runner.runs_at_once(8) == 1
+    sizes["SC_PHYS_PAGES"] = 1 << 30
+    assert runner.runs_at_once(8) == 4
 
 
 @pytest.mark.parametrize(
