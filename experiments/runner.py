@@ -83,6 +83,7 @@ class Experiment:
     # Without it they begin at the SFT of the default run.
     sft: Arm | None = None
     # What an arm runs. Its flags and its patch belong to the first of these, and to eval after rl.
+    # Without any, an arm is a whole run, and they belong to all of it.
     stages: tuple = ("rl", "eval")
     by_level: tuple = ()  # what the figure shows by level of the held-out tasks
     # Called with the folder of a run and the policies of its evaluation -> {name: number}, more
@@ -203,7 +204,7 @@ def plan_default_run(experiment, arms, base, common):
         return [Job((f"--out={base}", *common))]
 
     # Arms that begin with pretraining need nothing of it.
-    if experiment.stages[0] != "rl":
+    if "rl" not in experiment.stages[:1]:
         return []
     stages = ["pretrain", "long"]
     if not experiment.sft:
@@ -214,6 +215,8 @@ def plan_default_run(experiment, arms, base, common):
 def plan_arm(experiment, arm, start, folder, common):
     """-> the jobs of one arm, one for each stage. start: the folder of the SFT at which the arm
     begins, if it begins with RL; folder: of the arm"""
+    if not experiment.stages:
+        return [Job((f"--out={folder}", *common, *arm.flags), arm.patch_name)]
     begins_at_sft = experiment.stages[0] == "rl"
 
     jobs = []

@@ -1161,6 +1161,19 @@ def test_an_experiment_on_pretraining_changes_that_stage_alone(tmp_path, monkeyp
     assert "loss after SFT" in data["table"] and "nan" not in data["table"]
 
 
+def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
+    asked = fake_runs(monkeypatch)
+    runner.main("experiments.generations", ["--seeds=2", f"--out={tmp_path}"])
+    folder = f"--out={tmp_path}/generations"
+    flags = ("--seed=2", "--feedback=0", "--length_penalty=0")
+    found = {job.words[0]: job for job in asked}
+    assert len(asked) == 4 and found[f"--out={tmp_path}/base-2"].words[1:] == ("--seed=2",)
+    assert found[f"{folder}/with_many_tasks-2"].words[1:] == flags
+    older = found[f"{folder}/as_Composer_2-2"]
+    assert "--optimizer=adamw" in older.words and {*flags} < {*older.words}
+    assert older.patch == "experiments.deletions:fixed_list"
+
+
 def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
     runner.main("experiments.teachers", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])

@@ -1,0 +1,60 @@
+"""generations.py: Which part of the recipe carries the gain of 2.5 over 2?
+
+Whole runs from the first step of pretraining. Each arm has one thing more than the one above it;
+the last is the default run.
+
+    as Composer 2            AdamW, a fixed mix of ten tasks of each of levels 0 to 5, no hints, no
+                             settings of effort
+    with Muon                in all stages but RL
+    with many tasks          none twice, other kinds, and the curriculum
+    with hints and effort    the recipe
+
+    python -m experiments.generations
+
+Beside them, by hand, a model twice as wide after SFT alone ("smarter post-training, not more
+parameters"):
+
+    for stage in pretrain long sft eval; do
+        python train.py --stage=$stage --dim=256 --out=out/wide
+    done
+
+Found: not run yet.
+"""
+
+import math
+import sys
+
+from experiments import runner
+from experiments.deletions import fixed_list
+from experiments.runner import Arm, Experiment
+
+
+# Beside the usual numbers: the bench, second instructions kept, cost, and what was said at the end.
+def what_a_user_sees(folder, policies):
+    after, found = policies["after RL"], {}
+    for name in ("kept", "cost", "communication"):
+        number = after["overall"].get(name)
+        found[name] = math.nan if number is None else number
+    found["bench"] = after["bench"]["overall"]["solved"] if "bench" in after else math.nan
+    return found
+
+
+NO_HINTS = ("--feedback=0", "--length_penalty=0")
+EXPERIMENT = Experiment(
+    question="Which part of the recipe carries the gain?",
+    curves=("solved",),
+    arms={
+        "as Composer 2": Arm(
+            ("--optimizer=adamw", "--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS), fixed_list
+        ),
+        "with Muon": Arm(("--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS), fixed_list),
+        "with many tasks": Arm(NO_HINTS),
+        "with hints and effort": Arm(),
+    },
+    stages=(),
+    by_level=("solved",),
+    more=what_a_user_sees,
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.generations", sys.argv[1:])
