@@ -65,7 +65,9 @@ def draw_codebase(number):
     """The functions and their inputs of a codebase, and the random numbers that follow"""
     rng = random.Random(f"deletions/{number}")
     nouns = rng.sample(NOUNS, len(NOUNS))
-    slots = [module for module in (nouns.pop(), nouns.pop(), nouns.pop()) for _ in range(2)]
+    # Three modules of two functions
+    modules = [nouns.pop() for _ in range(3)]
+    slots = sorted(2 * modules)
     steps = synth_tasks.LEVELS[LEVEL]["steps"]
     functions, cases = synth_tasks.draw_functions(rng, slots, range(6), steps, "train", nouns)
     return functions, cases, rng
@@ -146,7 +148,8 @@ def created_task(played):
     # The files are the agent's to the letter, also where it has spoiled them, but for the tests.
     tests = {path: made.files[path] for path in ("tests.py", "check.py")}
     whole = {**task.files, **tests}
-    left = {**{path: text for path, text in files.items() if path in whole}, **tests}
+    left = {path: text for path, text in files.items() if path in whole}
+    left.update(tests)
     return replace(
         made,
         instance_id=f"created-{number}-{'-'.join(map(str, chosen))}",
@@ -158,10 +161,13 @@ def created_task(played):
 
 # 2. RL. One place of a step deletes, two are tasks that were made so.
 class Deleting(train.Reinforcement):
+    """What was deleted validly waits in `created` for its turn."""
+
     def __init__(self, run):
         super().__init__(run)
-        # tasks as JSON, and the share of its last group that each was won by, None before the first
-        self.created, self.won, self.told = {}, {}, {}
+        self.created = {}  # name: the task as JSON
+        self.won = {}  # name: the share of its last group that solved it, None before the first
+        self.told = {}  # for the log
 
     def sample_tasks(self, step):
         tasks = super().sample_tasks(step)
