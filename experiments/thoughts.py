@@ -11,7 +11,8 @@ never drawing it.
 
     python -m experiments.thoughts
 
-Found: not run yet.
+Found (seed 1337): it does not. At high effort .535 are solved after SFT with thoughts and .528 with
+the same policy's thoughts cut, .826 and .819 after RL.
 """
 
 import contextlib
