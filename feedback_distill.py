@@ -699,7 +699,7 @@ def pack_both(rollouts):
 @torch.no_grad()
 def measure_policy(model, tokenizer, rollouts, before):
     """-> the probability that a flagged call names a tool that does not exist, that it names one
-    that does, and by how much the other sampled tokens have moved (KL, nats a token); and the log
+    that does, and by how much the other sampled tokens have moved (KL, nats a token); and the
     logits (M, V) of these. before: the same logits at the beginning, or None"""
     batch, targets = pack_both(rollouts)
     hidden = model(batch["tokens"])  # (B, T, D)
