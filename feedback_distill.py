@@ -710,10 +710,10 @@ def measure_policy(model, tokenizer, rollouts, before):
     probability = model.logits(hidden[rows, places]).softmax(-1)  # (calls, V)
     first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}
     wrong = offered = 0.0
-    for row, told in zip(rows.tolist(), probability):
+    for row, of_name in zip(rows.tolist(), probability):
         good = {first[name] for name in rollouts[row].task.tools}
-        wrong += float(told[list({*first.values()} - good)].sum()) / len(rows)
-        offered += float(told[list(good)].sum()) / len(rows)
+        wrong += float(of_name[list({*first.values()} - good)].sum()) / len(rows)
+        offered += float(of_name[list(good)].sum()) / len(rows)
 
     # All that was sampled, but for the tokens that the hints speak about
     rest = batch["mask"] > 0  # (B, T)

@@ -259,8 +259,8 @@ def costs_of_blanking(model, tokenizer, segment, i, first, end):
     # Position t predicts token t + 1.
     rows = torch.from_numpy(rows)  # (1 + outputs, T)
     logp = model.logprobs(model(rows[:, :-1]), rows[:, 1:])  # (1 + outputs, T - 1)
-    told = logp[:, begin + first - 1 :].sum(1)
-    return dict(zip(outputs, (told[0] - told[1:]).tolist()))
+    of_edit = logp[:, begin + first - 1 :].sum(1)  # (1 + outputs,)
+    return dict(zip(outputs, (of_edit[0] - of_edit[1:]).tolist()))
 
 
 def costs_of_edit(model, tokenizer, segment, i, n, text):

@@ -167,7 +167,7 @@ class Deleting(train.Reinforcement):
         super().__init__(run)
         self.created = {}  # name: the task as JSON
         self.won = {}  # name: the share of its last group that solved it, None before the first
-        self.told = {}  # for the log
+        self.log_entries = {}  # of the last step
 
     def sample_tasks(self, step):
         tasks = super().sample_tasks(step)
@@ -204,14 +204,14 @@ class Deleting(train.Reinforcement):
             if not 0.1 <= share <= 0.9:
                 del self.created[name], self.won[name]
         valid, tried = self.run.sum(len(found)), self.run.sum(tried)
-        self.told = {"valid_deletions": valid / max(1, tried), "created": len(self.created)}
+        self.log_entries = {"valid_deletions": valid / max(1, tried), "created": len(self.created)}
         shares = [share for _, share in results]
         if shares:
-            self.told["created_won"] = sum(shares) / len(shares)
+            self.log_entries["created_won"] = sum(shares) / len(shares)
 
     def losses(self, step, log):
         yield from super().losses(step, log)
-        log.update(self.told)
+        log.update(self.log_entries)
 
     def state_dict(self):
         return {**super().state_dict(), "created": self.created, "won": self.won}

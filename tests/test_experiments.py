@@ -369,7 +369,7 @@ def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost(monkeypatch
         config=config, gather=lambda items: items, sum=lambda number: number
     )
     source.sampled_tasks, source.tasks = {}, {}
-    source.created, source.won, source.told = {}, {}, {}
+    source.created, source.won, source.log_entries = {}, {}, {}
     source.curriculum = synth_tasks.Curriculum((0, 1), 1)
 
     def group_of(task, files, shares):
@@ -381,7 +381,7 @@ def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost(monkeypatch
     assert [("deletes" in task.meta) for task in tasks] == [False] * (len(tasks) - 1) + [True]
     played = played_deletion(tasks[-1].meta["deletes"])
     source.update_curriculum([group_of(tasks[-1], played.files, [1, 0, 1, 0])])
-    assert source.told == {"valid_deletions": 0.5, "created": 1}
+    assert source.log_entries == {"valid_deletions": 0.5, "created": 1}
 
     # What was created comes next, with a setting of effort; it stays after 1 of 4, goes after 4.
     for shares, left in (([1, 0, 0, 0], 1), ([1, 1, 1, 1], 0)):
@@ -389,7 +389,7 @@ def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost(monkeypatch
         assert length_penalty.setting_of(task) in train.settings(config)
         source.update_curriculum([group_of(task, {}, shares)])
         assert len(source.created) == len(source.won) == left
-        assert source.told["created_won"] == sum(shares) / 4
+        assert source.log_entries["created_won"] == sum(shares) / 4
     assert source.curriculum.counts == {0: [1.0, 1.0], 1: [1.0, 1.0]}
 
 
