@@ -388,6 +388,12 @@ def allocate_matrices(units, dtype):
     return stacks, matrices
 
 
+def is_turned(blocks):
+    """On a GPU, where each product costs a launch, tall blocks are turned and multiplied with the
+    wide ones. On a CPU the norm of a turned one would be summed in another order."""
+    return blocks.device.type != "cpu" and blocks.shape[-2] > blocks.shape[-1]
+
+
 # ---------------------------------------------------------------- the optimizer
 
 
@@ -513,14 +519,14 @@ class Muon(torch.optim.Optimizer):
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # Newton-Schulz in place, units of equal shape together. The blocks of a matrix have a
-        # dimension of their own.
+        # Newton-Schulz in place, all blocks of equal shape together.
         self.log(task, "multiply")
-        for (number, *_), stack in stacks.items():  # (K, R, C)
-            group = self.param_groups[number]
-            blocks = stack.unflatten(2, (group["column_blocks"], -1)).transpose(1, 2)
-            steps = group["ns_steps"]
-            blocks.copy_(orthogonalize(blocks, steps, self.ns_dtype, self.newton_schulz))
+        for steps, same in self.group_blocks(stacks):
+            joined = torch.cat([blocks.flatten(0, 1) for blocks in same])
+            found = orthogonalize(joined, steps, self.ns_dtype, self.newton_schulz)
+            parts = found.split([blocks.shape[0] * blocks.shape[1] for blocks in same])
+            for blocks, part in zip(same, parts):
+                blocks.copy_(part.view_as(blocks))
         self.log(task, "multiplied")
 
         # The results leave for whoever holds a piece.
@@ -563,6 +569,17 @@ class Muon(torch.optim.Optimizer):
                 momenta = torch._foreach_lerp(gradients, momenta, group["momentum"])
             updates.update(zip(units, momenta))
         return updates
+
+    def group_blocks(self, stacks):
+        """{(group, R, C): stack (K, R, C)} -> [(steps, stacks of blocks (K, blocks, rows, columns)
+        that are multiplied together)]. The blocks of a matrix are its column blocks."""
+        together = defaultdict(list)
+        for (number, *_), stack in stacks.items():
+            group = self.param_groups[number]
+            blocks = stack.unflatten(2, (group["column_blocks"], -1)).transpose(1, 2)
+            blocks = blocks.mT if is_turned(blocks) else blocks
+            together[group["ns_steps"], *blocks.shape[2:]].append(blocks)
+        return [(steps, same) for (steps, *_), same in together.items()]
 
     def start_all_to_all(self, task, sends, tensors, recvs):
         """Start one all-to-all with exact splits: tensors leave along the routes `sends`. -> a

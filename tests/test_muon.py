@@ -219,12 +219,18 @@ def reference_muon(shapes, steps, nesterov, dtype):
     return {n: torch.stack([u.detach() for u in units]) for n, units in params.items()}
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "tall turned, as on a GPU"])
 @pytest.mark.parametrize(
     "nesterov, dtype, tolerance",
     [(True, torch.float32, 2e-5), (False, torch.float32, 2e-5), (True, torch.bfloat16, 6e-3)],
 )
-def test_muon_equals_torch_optim_muon_on_every_head_and_expert(nesterov, dtype, tolerance):
-    shapes = {"heads": (6, 8, 40), "experts": (4, 24, 16), "matrix": (40, 48)}
+def test_muon_equals_torch_optim_muon_on_every_head_and_expert(
+    nesterov, dtype, tolerance, turned, monkeypatch
+):
+    is_tall = lambda blocks: blocks.shape[-2] > blocks.shape[-1]
+    monkeypatch.setattr(muon, "is_turned", lambda blocks: turned and is_tall(blocks))
+    # turned, the last two are multiplied with the first two
+    shapes = {"heads": (6, 8, 40), "matrix": (40, 48), "experts": (4, 40, 8), "tall": (48, 40)}
     want = reference_muon(shapes, 4, nesterov, dtype)
     params = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
     optimizer = Muon(
