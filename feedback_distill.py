@@ -38,12 +38,11 @@ per hint), S their length, N targets (the tokens that the hints speak about), V 
                                   which turns of a run would this rule flag?
 """
 
-import itertools
 import random
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +52,9 @@ import torch.nn.functional as F
 from muon import copy_tensors, to_local
 from rollout import Limits, Tokenizer, demonstrate, make_turn, pack, play_moves
 from synth_tasks import make_task
-from world.expert import PHANTOMS, expert
-from world.task import HINTED
+from world.expert import PHANTOMS, expert, hinted_moves
+from world.lint import find_new_comment
+from world.requests import done_targets, is_untrue, target_names
 from world.tools import ARGUMENTS, TOOLS
 
 # ---------------------------------------------------------------- rules
@@ -89,9 +89,9 @@ def available_tools(task):
 
 @rule
 def unavailable_tool(rollout, e, i):
-    """A call names a tool that the task does not offer. The hint is about two things: the token
-    that begins the call, since it may be right to call nothing, and the name. It is not about the
-    arguments: a list of tools says nothing about those of a tool that does not exist."""
+    """A call names a tool that the task does not offer. The hint is about the token that begins the
+    call, since it may be right to call nothing, and about the name; it says nothing of arguments.
+    """
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
         if call.error == "unknown_tool":
             return Hint(available_tools(rollout.task), call=n)
@@ -111,7 +111,6 @@ def malformed_arguments(rollout, e, i):
 
 
 COMMENT_REMINDER = "Reminder: code style: no comments in code."
-STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 
 
 @rule
@@ -119,37 +118,12 @@ def code_style(rollout, e, i):
     """A line of Python that this turn adds holds a comment, where a policy may begin to write its
     thoughts. The hint is about the token that begins the comment, not the code around it."""
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
-        character = find_comment(call)
-        if character is not None:
-            return Hint(COMMENT_REMINDER, n, character)
-
-
-def find_comment(call):
-    """-> position in the new text of the first comment that an edit of Python adds; None if it adds
-    none. Lines are searched and not parsed: an edit is seldom a whole program."""
-    if call.name != "edit_file" or len(call.args) != 3 or not call.args[0].endswith(".py"):
-        return None
-    # A line that the replaced text holds, too, was not added by this edit.
-    _, old, new = call.args
-    kept = set(old.split("\n"))
-
-    start = 0  # of the line, in the new text
-    for line in new.split("\n"):
-        place = blank_strings(line).find("#")
-        if place >= 0 and line not in kept:
-            return start + place
-        start += len(line) + 1
-    return None
-
-
-def blank_strings(line):
-    """The line with each string replaced by as many quotes, since a "#" in a string is no comment.
-    Positions in the line stay right."""
-
-    def quotes(string):
-        return "'" * len(string[0])
-
-    return STRING.sub(quotes, line)
+        edits = call.name == "edit_file" and len(call.args) == 3
+        if edits and call.args[0].endswith(".py"):
+            _, old, new = call.args
+            character = find_new_comment(old, new)
+            if character is not None:
+                return Hint(COMMENT_REMINDER, n, character)
 
 
 REPEAT_REMINDER = "Reminder: what is above need not be looked up again."
@@ -179,8 +153,7 @@ def repetition(rollout, e, i):
 
 
 def ends_rollout(rollout, e, i):
-    """Is this the assistant turn with which the rollout ended? (A summary, which follows a query,
-    ends only a segment.)"""
+    """Did the rollout end with this turn? (A summary, which follows a query, ends a segment.)"""
     turns = rollout.segments[e].turns
     if e < len(rollout.segments) - 1 or turns[i - 1].role == "query":
         return False
@@ -188,15 +161,13 @@ def ends_rollout(rollout, e, i):
 
 
 RED_REMINDER = "Reminder: end when the tests are green."
-# how a test run ends, here and by pytest
-RED = re.compile(r"\b[1-9]\d* (failed|error)")
+RED = re.compile(r"\b[1-9]\d* (failed|error)")  # how a test run ends, here and by pytest
 
 
 @rule
 def unfinished(rollout, e, i):
     """The rollout is submitted though its last test run was red, and nothing has changed since."""
-    # Only the turn that submits can have forgotten something: after any other turn the policy may
-    # still do it.
+    # Only the turn that submits: after any other one the policy may still do it.
     if not rollout.finished or not ends_rollout(rollout, e, i):
         return None
 
@@ -223,70 +194,23 @@ def message_reminder(names):
     return f"Reminder: the last message names what is done{listed}."
 
 
-# A function of a file: its indentation, its name, and its text, which goes on as long as lines are
-# indented further than the `def`, or empty.
-FUNCTION = re.compile(r"^([ \t]*)def (\w+)(\(.*(?:\n\1[ \t]+.*|\n[ \t]*(?=\n))*)", re.M)
-
-
 @rule
 def communication(rollout, e, i):
     """The final message is missing or untrue: it names a function that is as it was, or leaves out
     one that was asked for and is not. Only where the policy ended by itself: where a limit cut it
     off, "end with a message" would teach it to give up."""
     if rollout.finished and ends_rollout(rollout, e, i):
-        # a thought is no message
-        said = spoken_text(rollout.segments[e].turns[i].text).split()
-        if not said or is_untrue(rollout, re.findall(r"\w+", " ".join(said))):
-            return message_reminder(done_targets(rollout))
-
-
-def target_names(task):
-    """Of the functions that a generated task asks for"""
-    return [target["name"] for target in task.meta.get("targets", ())]
-
-
-def changed_functions(rollout):
-    """Names of the functions that are otherwise in its files than they were"""
-    before, after = functions(rollout.task.files), functions(rollout.files)
-    return {name for name in after if after[name] != before.get(name)}
-
-
-def done_targets(rollout):
-    """Names of the functions that the task asks for and that are not as they were"""
-    wanted = target_names(rollout.task)
-    changed = changed_functions(rollout) if wanted else ()
-    return [name for name in wanted if name in changed]
-
-
-def is_untrue(rollout, words):
-    """Do these words name functions of a generated task otherwise than its files have changed? In
-    a real repository a name may be any word."""
-    wanted = set(target_names(rollout.task))
-    if not wanted or not rollout.files:  # a transcript holds no files
-        return False
-    known = functions(rollout.task.files).keys() | functions(rollout.files).keys() | wanted
-    named, changed = set(words) & known, changed_functions(rollout)
-    named_but_not_done = named - changed
-    done_but_not_named = (wanted & changed) - named
-    return bool(named_but_not_done or done_but_not_named)
-
-
-def functions(files):
-    """path -> text -> {name of a function: its text}; of two of one name the later one, as in
-    Python"""
-    found = {}
-    for path, text in files.items():
-        if path.endswith(".py"):
-            found |= {name: body.rstrip() for _, name, body in FUNCTION.findall(text)}
-    return found
+        said = spoken_text(rollout.segments[e].turns[i].text)  # a thought is no message
+        words = re.findall(r"\w+", said)
+        if not said.strip() or is_untrue(rollout.task, rollout.files, words):
+            return message_reminder(done_targets(rollout.task, rollout.files))
 
 
 # ---------------------------------------------------------------- hints
 
 
 def detect(rollout, names=RULES):
-    """-> the Hints of a rollout, at most one per turn. names: which rules are asked, in this
-    order"""
+    """-> the Hints of a rollout, at most one per turn. names: the rules that are asked, in order"""
     unknown = [name for name in names if name not in RULES]
     assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
     hints = []
@@ -338,38 +262,6 @@ REMINDERS = {
     "unfinished": lambda task, action: RED_REMINDER,
     "communication": remind_of_message,
 }
-
-
-def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
-    """Yields the expert's actions, and writes into `hint_texts` {number of an action: the hint that
-    stands above it}.
-
-    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task, right
-    action) stands above the right action: so the model learns to heed hints.
-
-    With probability `neutral_rate` one of the hints stands above an action that was right anyway, a
-    call or a final message. Otherwise the place of a hint would mean something, too, and its
-    distillation would drift. A model that saw hints about tools only above calls unlearned to
-    finish; one that saw hints about the final message only above final messages learned to quit."""
-    tells = list(remind.values())
-    # One round per action that is played.
-    action = next(moves)
-    for number in itertools.count():
-        # A flaw is left out, and the expert asked again for what it does instead.
-        while action.flaw in remind and rng.random() < hint_rate:
-            tell = remind[action.flaw]
-            action = moves.send([HINTED])
-            hint_texts[number] = tell(task, action)
-
-        # A hint above an action that needed none.
-        is_right = number not in hint_texts and action.flaw not in remind
-        if is_right and remind and neutral_rate and rng.random() < neutral_rate:
-            tell = tells[0] if len(tells) == 1 else rng.choice(tells)
-            hint_texts[number] = tell(task, action)
-
-        # The agent plays the action and sends back what the tools answered.
-        outputs = yield action
-        action = moves.send(outputs)
 
 
 def demonstrate_with_hints(
@@ -474,11 +366,9 @@ class Targets:
         return len(self.token)
 
     def to(self, device):
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if torch.is_tensor(value):
-                values[name] = value.to(device, non_blocking=True)
-        return Targets(**values)
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        moved = {name: t.to(device, non_blocking=True) for name, t in tensors.items()}
+        return replace(self, **moved)
 
 
 def attach_hints(tokenizer, rollout, hints):
@@ -793,52 +683,17 @@ def demo():
         now = f"wrong tools {wrong:.3f}  offered tools {good:.3f}"
         print(f"step {step:2}  {now}  other tokens moved {moved:.4f}")
     draw_hint(names, kl, taught, curve, path)
-    (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
-        f"The hint disagrees by {kl.max():.2f} nats at one token; {len(curve) - 1} steps of "
-        f"distilling such calls took\nwrong tools from {wrong:.2f} to {wrong_now:.3f} and the "
-        f"offered ones from {good:.2f} to {good_now:.3f}, with no hint in the\ncontext; other "
-        f"tokens moved by {moved:.4f} nats. Figure: {path}"
+        f"The hint disagrees by {kl.max():.2f} nats at one token. {len(curve) - 1} steps of "
+        f"distilling such calls took\nwrong tools from {curve[0][0]:.2f} to {curve[-1][0]:.3f}, "
+        f"with no hint in the context. Figure: {path}"
     )
 
 
-def ask_rules(rollouts, names):
-    """Prints what these rules say. rollouts: [(number of its line in a file, rollout)]"""
-    counts = dict.fromkeys(names, 0)
-    for line, rollout in rollouts:
-        for hint in detect(rollout, names):
-            counts[hint.kind] += 1
-            turn = rollout.segments[hint.segment].turns[hint.turn]
-            called = [f"{call.name}({', '.join(map(repr, call.args))})" for call in turn.calls]
-            print(f"line {line + hint.segment}  {hint.kind}  {hint.text}")
-            print(f"    {ascii(turn.text)[:80]} {ascii(' '.join(called))[1:-1][:160]}")
-    told = ", ".join(f"{name} {number}" for name, number in counts.items())
-    print(f"{len(rollouts)} rollouts; turns that are flagged: {told}")
-
-
 def main(argv):
-    from command.flags import make_parser, usage_error
-    from command.transcripts import read_rollouts
-    from demos.demonstration import draw_or_refuse
+    from demos.transcript_view import ask_or_demonstrate
 
-    parser = make_parser("feedback_distill.py", "Hints cure a small policy; or what rules say.")
-    about = "a transcripts.jsonl: which of its turns would the rules flag?"
-    parser.add_argument("--ask", metavar="FILE", help=about)
-    about = f"with --ask: which rules, with commas, of {', '.join(RULES)} (default: all)"
-    parser.add_argument("--rules", default=",".join(RULES), help=about)
-    given = parser.parse_args(argv)
-    if given.ask is None:
-        return draw_or_refuse("feedback_distill.py", demo)
-
-    # A rule that is not there, or a file that is none, is one line.
-    names = given.rules.split(",")
-    unknown = [name for name in names if name not in RULES]
-    if unknown:
-        parser.error(f"--rules={unknown[0]}: no such rule; there are {', '.join(RULES)}")
-    try:
-        ask_rules(read_rollouts(given.ask), names)
-    except ValueError as error:
-        usage_error(str(error), "feedback_distill.py")
+    ask_or_demonstrate(argv, demo, RULES, detect)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,9 @@ def read_rollouts(path):
                 task = SimpleNamespace(
                     tools=tuple(line["tools"]), test_command=line["test_command"], meta={}
                 )
-                played = SimpleNamespace(task=task, segments=[], finished=line["finished"])
+                played = SimpleNamespace(
+                    task=task, segments=[], files={}, finished=line["finished"]
+                )
                 rollouts.append((number, played))
             rollouts[-1][1].segments.append(SimpleNamespace(turns=read_turns(line["messages"])))
     except OSError as error:

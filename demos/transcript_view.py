@@ -3,6 +3,7 @@
     format_transcript(line)        -> text in colour: sampled bright, the rest dim
     print_transcript(path, line)   the conversation that stands in a line of a file
     replay_or_demonstrate(...)     the command line of rollout.py
+    ask_or_demonstrate(...)        the command line of feedback_distill.py
 
     python rollout.py --replay=out/run/transcripts.jsonl
 
@@ -16,8 +17,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from command.flags import make_parser
-from command.transcripts import escape_control_chars
+from command.flags import make_parser, usage_error
+from command.transcripts import escape_control_chars, read_rollouts
 from demos.demonstration import draw_or_refuse
 
 
@@ -118,3 +119,41 @@ def replay_or_demonstrate(argv, demo, settings):
         print_transcript(given.replay, given.line)
     except ValueError as error:
         parser.error(error)
+
+
+# ---------------------------------------------------------------- what rules say of a file
+
+
+def ask_or_demonstrate(argv, demo, rules, detect):
+    """With --ask prints what rules say of the turns of a file, without it runs the demonstration.
+    rules: their names; detect: (rollout, names) -> hints"""
+    parser = make_parser("feedback_distill.py", "Hints cure a small policy; or what rules say.")
+    about = "a transcripts.jsonl: which of its turns would the rules flag?"
+    parser.add_argument("--ask", metavar="FILE", help=about)
+    about = f"with --ask: which rules, with commas, of {', '.join(rules)} (default: all)"
+    parser.add_argument("--rules", default=",".join(rules), help=about)
+    given = parser.parse_args(argv)
+    if given.ask is None:
+        return draw_or_refuse("feedback_distill.py", demo)
+
+    # A rule that is not there, or a file that is none, is one line.
+    names = given.rules.split(",")
+    unknown = [name for name in names if name not in rules]
+    if unknown:
+        parser.error(f"--rules={unknown[0]}: no such rule; there are {', '.join(rules)}")
+    try:
+        rollouts = read_rollouts(given.ask)
+    except ValueError as error:
+        usage_error(str(error), "feedback_distill.py")
+
+    # Each flagged turn, with the line of the file that holds it
+    counts = dict.fromkeys(names, 0)
+    for line, rollout in rollouts:
+        for hint in detect(rollout, names):
+            counts[hint.kind] += 1
+            turn = rollout.segments[hint.segment].turns[hint.turn]
+            called = [f"{call.name}({', '.join(map(repr, call.args))})" for call in turn.calls]
+            print(f"line {line + hint.segment}  {hint.kind}  {hint.text}")
+            print(f"    {ascii(turn.text)[:80]} {ascii(' '.join(called))[1:-1][:160]}")
+    told = ", ".join(f"{name} {number}" for name, number in counts.items())
+    print(f"{len(rollouts)} rollouts; turns that are flagged: {told}")

@@ -50,7 +50,7 @@ from summarize import Compaction
 from synth_tasks import make_task
 from repositories.audit import audit_rollout
 from world.honeypot import unharden
-from world.expert import InMemoryWorkspace, expert, play
+from world.expert import InMemoryWorkspace, expert, hinted_moves, play
 from repositories.verdict import judge
 from world.sandbox import Sandbox
 from world.task import Action, Task
@@ -676,7 +676,7 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
         )
         rng = random.Random(seed)
         moves = expert(task, rng, planted=remind)
-        moves = feedback_distill.hinted_moves(task, moves, rng, remind, 0.0, 0.0, {})
+        moves = hinted_moves(task, moves, rng, remind, 0.0, 0.0, {})
         story = play(moves, InMemoryWorkspace(task))
         flaws = [action.flaw for action, _ in story]
         mine = [i for i, turn in enumerate(plain.turns) if turn.role == "assistant"]

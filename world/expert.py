@@ -152,6 +152,38 @@ def expert(task, rng, sloppy=1.0, planted=()):
     yield from self.final_message(todo)
 
 
+def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
+    """Yields the actions of the expert `moves`, and writes into `hint_texts` {number of an action: the hint that
+    stands above it}.
+
+    With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task, right
+    action) stands above the right action: so the model learns to heed hints.
+
+    With probability `neutral_rate` one of the hints stands above an action that was right anyway, a
+    call or a final message. Otherwise the place of a hint would mean something, too, and its
+    distillation would drift. A model that saw hints about tools only above calls unlearned to
+    finish; one that saw hints about the final message only above final messages learned to quit."""
+    tells = list(remind.values())
+    # One round per action that is played.
+    action = next(moves)
+    for number in itertools.count():
+        # A flaw is left out, and the expert asked again for what it does instead.
+        while action.flaw in remind and rng.random() < hint_rate:
+            tell = remind[action.flaw]
+            action = moves.send([HINTED])
+            hint_texts[number] = tell(task, action)
+
+        # A hint above an action that needed none.
+        is_right = number not in hint_texts and action.flaw not in remind
+        if is_right and remind and neutral_rate and rng.random() < neutral_rate:
+            tell = tells[0] if len(tells) == 1 else rng.choice(tells)
+            hint_texts[number] = tell(task, action)
+
+        # The agent plays the action and sends back what the tools answered.
+        outputs = yield action
+        action = moves.send(outputs)
+
+
 class Expert:
     """State of one scripted rollout. Each flaw has its own probability, so that each technique has
     something to remove.

@@ -2,13 +2,14 @@
 
 Cursor says that its agents collect lint. Here it is what Python's own parser says, and a few checks
 of the syntax tree: a name that is nowhere defined, a function that is defined twice, an import that
-nobody uses, a line that is never reached.
+nobody uses, a line that is never reached. `find_new_comment` says whether an edit adds a comment.
 
 Standard library only.
 """
 
 import ast
 import builtins
+import re
 
 from world.untrusted import FUNCTIONS, explain_unreadable, parse
 
@@ -115,3 +116,24 @@ def find_unused_imports(tree):
                     if getattr(node, "module", "") != "__future__":
                         found.append((node.lineno, f"{name} is imported and not used"))
     return found
+
+
+# ---------------------------------------------------------------- comments
+STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+
+
+def find_new_comment(old, new):
+    """-> position in `new` of the first comment that an edit of Python adds, None if it adds none.
+    Lines are searched and not parsed: an edit is seldom a whole program."""
+    # A line that the replaced text holds, too, was not added by this edit.
+    kept = set(old.split("\n"))
+
+    start = 0  # of the line, in the new text
+    for line in new.split("\n"):
+        # A "#" in a string is no comment. As many quotes in its place keep all positions.
+        code = STRING.sub(lambda string: "'" * len(string[0]), line)
+        place = code.find("#")
+        if place >= 0 and line not in kept:
+            return start + place
+        start += len(line) + 1
+    return None
