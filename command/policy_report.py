@@ -167,9 +167,9 @@ def write_json(numbers, path, extra=None):
 # ---------------------------------------------------------------- figures
 
 
-def annotate(ax, text, place, offset, **style):
-    """Text beside a point, its offset in points"""
-    ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
+# The points of score.png say their setting of effort by their form: names beside them would lie
+# over each other where settings cost alike.
+MARKERS = {"low": "v", "medium": "o", "high": "^"}
 
 
 def draw_policies(numbers, folder, form="png"):
@@ -260,15 +260,13 @@ def draw_score(policies, careful, path):
         up = np.maximum([solved - low, high - solved], 0)
         across = np.maximum([tokens - least, most - tokens], 0)
         label = f"{name}: {policy['overall']['solved']:.2f}"
-        left.errorbar(tokens, solved, up, across, fmt="o-", capsize=2, label=label)
-        cost = [1000 * row["cost"] for row in rows]
-        right.errorbar(cost, solved, up, fmt="o-", capsize=2, label=label)
-        # Each point has the name of its setting below it; the last one, which may lie beside the
-        # one before it, above.
-        for i, (setting, row, dollars) in enumerate(zip(settings, rows, cost), 1):
-            offset = (5, 6) if i == len(rows) else (5, -11)
-            annotate(left, setting, (row["tokens"], row["solved"]), offset, fontsize=8)
-            annotate(right, setting, (dollars, row["solved"]), offset, fontsize=8)
+        bars = left.errorbar(tokens, solved, up, across, fmt="-", capsize=2, label=label)
+        cost = np.array([1000 * row["cost"] for row in rows])
+        right.errorbar(cost, solved, up, fmt="-", capsize=2)
+        for place, setting in enumerate(settings):
+            form = dict(marker=MARKERS.get(setting, "o"), color=bars.lines[0].get_color())
+            left.plot(tokens[place], solved[place], **form)
+            right.plot(cost[place], solved[place], **form)
     if careful:
         row = careful["overall"]
         left.plot(row["tokens"], row["solved"], "k*", markersize=12, label="careful expert")
@@ -280,10 +278,12 @@ def draw_score(policies, careful, path):
         ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
-        ax.set_ylim(0, 1.05)
-    # One legend: the colours are the same in both panels.
+        ax.set_ylim(-0.03, 1.05)
+    # One legend: colours and forms are the same in both panels.
+    for setting in numbers_by_setting(policy):
+        left.plot([], [], MARKERS.get(setting, "o"), color="gray", label=setting)
     lines, labels = left.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(lines, labels, loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
