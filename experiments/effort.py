@@ -25,10 +25,10 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
 
 Found: asked for low effort the default run takes .59, .56 and .46 of the tokens of high effort and
 has .65, .63 and .51 solved in the place of .92 (seeds 1337, 1, 2). Digits are learned like the
-words, and those between mean the least one. RL alone finds no dial (1.03, .97, 1.06); never told
-solves .92, .93, .78 with 168, 132, 287 tokens. Seeds 1337, 1: price .9 .81 and .74 with 105 and
-117, free .90 and .85 with 217 and 235, linear .90 and .92 with 163 and 124, failures pay .94, .98
-and (seed 2) .77 with 158, 144 and 275. Figure: figures/effort.png.
+words, and those between mean the least one. RL alone finds no dial (1.03, .97, 1.06). Policies of
+one price: never told .92 .93 .78 with 168 132 287 tokens; price .9 .81 .74 .67 with 105 117 199;
+free .90 .85 .81 with 217 235 360; linear .90 .92 .84 with 163 124 275; failures pay .94 .98 .77
+with 158 144 275. Figure: figures/effort.png.
 """
 
 import math
