@@ -168,9 +168,9 @@ class Config:
     # numbers, slower
     precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"), idle_with="layers=1")
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
-    # pretrain, long and sft from the model's own predictions and changes no other weight.
-    # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
-    mtp: bool = flag(False, stages="pretrain long sft")
+    # every stage from the model's own predictions and changes no other weight.
+    # for moe.decode_speculatively; drafts of rollouts come from the text (benchmarks/drafts.py)
+    mtp: bool = flag(False, stages=TRAINING)
 
     # ---- optimizer
     # muon: Muon for matrices, AdamW for the rest; adamw: AdamW for everything
@@ -1011,6 +1011,7 @@ class Reinforcement(Source):
         flagged = sum(hint.num_targets for segment, _ in items for hint in segment.hints)
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
+        places = run.sum(sum(len(segment) - 1 for segment, _ in items))  # where the head drafts
 
         # Sums stay on the device until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
@@ -1043,6 +1044,10 @@ class Reinforcement(Source):
                 gap = feedback_distill.logprob_gap(student, teacher_logits, targets.token)
                 accumulate(sums, "feedback_kl", distance.detach().double())
                 accumulate(sums, "hint_logprob_gap", gap.double())
+
+            # 4) The head that drafts follows the policy.
+            if config.mtp:
+                loss = loss + batch["real"] * run.draft_loss(batch, hidden, places, log)
             accumulate(log, "tokens", batch["real_tokens"])
             yield loss
 

@@ -71,6 +71,7 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
     "name, columns",
     [
         ("decode", ["x full forward", "x plain"]),
+        ("drafts", ["a forward", "x none"]),
         ("train_step", ["x dense", "x plain"]),
         ("muon", ["x floor", "x torch", "x one rank"]),
         ("tools", ["x subprocess", "x sandbox"]),
@@ -82,9 +83,15 @@ def test_a_quick_benchmark_ends_in_tables_of_ratios(name, columns):
     done = run_command(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert all(column in done.stdout for column in columns), done.stdout
+    if name == "drafts":
+        # A draft decides how many tokens a forward yields, never which.
+        rows = [line.split("  ") for line in done.stdout.splitlines()[-4:]]
+        assert [row[0] for row in rows] == ["none", "text", "head", "text, then head"]
+        sampled, each = zip(*([float(cell) for cell in row[1:] if cell][:2] for row in rows))
+        assert len(set(sampled)) == 1 and each[0] == 1 < min(each[1:])
 
 
-@pytest.mark.parametrize("name", ["decode", "train_step", "muon", "tools", "plan"])
+@pytest.mark.parametrize("name", ["decode", "drafts", "train_step", "muon", "tools", "plan"])
 def test_wrong_flags_of_a_benchmark_are_one_line_and_exit_code_2(name, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
     error = refuse(module.main, ["--fast"], capsys)

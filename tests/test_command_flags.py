@@ -156,7 +156,8 @@ def test_a_field_that_a_run_on_disk_does_not_know_has_the_default_of_that_run():
         ("--staleness=2", "rl", ["staleness"]),
         ("--staleness=2 --workers=1", "rl", []),
         ("--layers=1 --experts=4", "pretrain", ["experts"]),
-        ("--mtp", "rl", ["mtp"]),
+        ("--mtp", "rl", []),
+        ("--mtp", "eval", ["mtp"]),
     ],
 )
 def test_flags_that_change_nothing_in_any_stage_of_a_command_are_said_in_one_line(

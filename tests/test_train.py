@@ -849,7 +849,7 @@ def test_two_processes_have_the_loss_of_one(run, tmp_path):
         assert losses(name) == pytest.approx(one, abs=tolerance), name
 
 
-def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
+def test_a_head_that_drafts_learns_in_every_stage_and_moves_no_weight_of_the_model(
     run, tmp_path, capsys, monkeypatch
 ):
     for stage in ("pretrain", "long", "sft"):
@@ -874,10 +874,15 @@ def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_mo
     monkeypatch.setattr(train.rollout, "grade", train.rollout.grade)
     effort.failures_pay()
     train.main([*SMALL, *RL, "--mtp", "--window=1024", f"--out={tmp_path}"])
-    after = weights(tmp_path / "rl")
-    kept = {name: torch.equal(began[name], after[name]) for name in after}
-    assert all(same for name, same in kept.items() if name.startswith("mtp."))
-    assert not all(kept.values())
+    words = [*SMALL, *RL, "--window=1024", f"--start_from={run}", f"--out={tmp_path}/plain"]
+    train.main(words)
+    *_, line = [json.loads(line) for line in (tmp_path / "rl.jsonl").open()]
+    plain, after = weights(tmp_path / "plain" / "rl"), weights(tmp_path / "rl")
+    assert line["draft_kl"] > 0
+    assert all(torch.equal(plain[name], after[name]) for name in plain)
+    assert not all(torch.equal(began[name], after[name]) for name in plain)
+    head = [name for name in after if name.startswith("mtp.")]
+    assert not any(torch.equal(began[name], after[name]) for name in head)
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
