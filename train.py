@@ -840,13 +840,13 @@ class Reinforcement(Source):
             temperature=config.temperature,
             plain=config.plain,
             draft=config.draft,
-            rows=tasks_per_rank * config.group_size,
         )
         played = dict(group=config.group_size, limits=agent_limits(config), compact=run.compact)
 
         # Without workers this process samples, with the weights that it hands over itself.
         if not config.workers:
-            sampler = make_sampler(window=config.window, **options)
+            rows = tasks_per_rank * config.group_size
+            sampler = make_sampler(window=config.window, rows=rows, **options)
             self.workers = self.publisher = rollout.InTurn(sampler, **played)
             return
 
@@ -854,8 +854,10 @@ class Reinforcement(Source):
         self.folder = owned_directory("weights", tempfile.gettempdir())
         folder = self.folder.name
         self.publisher = fast_workers.Publisher(folder, run.model.config, run.dtype)
-        settings = dict(folder=folder, **played, **options)
         at_once = 1 + self.max_staleness
+        parts = fast_workers.number_of_parts(config.workers, at_once)
+        rows = -(-tasks_per_rank // parts) * config.group_size
+        settings = dict(folder=folder, rows=rows, **played, **options)
         self.workers = fast_workers.Workers(config.workers, settings, PATCH, at_once)
 
     # ---- the tasks

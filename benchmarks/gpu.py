@@ -59,7 +59,7 @@ Found is a relative error (norm of the difference / norm), or how many numbers d
     ),
     "job": Part(
         "gpu_job.measure_main_job",
-        225,
+        265,
         "The main job: train.py at the scale of the device",
         """
 Every stage is cut short but whole in kind: fewer steps, demonstrations and tasks. Seconds per
@@ -83,7 +83,7 @@ Times X: our time over that of X. The floor of an optimizer step are the product
 alone; that of decoding are the bytes that it reads, at the copy speed of the first table. Graphs: 1
 where the step was captured; written: the same step without a CUDA graph.""",
     ),
-    "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
+    "device_tests": Part("gpu_bench.run_device_tests", 40, "The tests of the device"),
 }
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,9 @@ from fast import gpu_memory
 
 # The flags of each stage. Fewer steps, demonstrations, tasks per step and evaluation tasks cut the
 # stages short. The model, its windows, its batches and the parts of a stage stay those of the
-# scale. --save_every=1000 is more than the steps of a stage, so it saves at its end alone.
+# scale. --save_every=1000 is more than the steps of a stage, so it saves at its end alone. Last,
+# rl once more: a quarter of each step's rollouts in each of four processes, whose agents' Python
+# then takes four cores.
 JOB_FLAGS = {
     "cuda": {
         "all": ["--scale=gpu", "--device=cuda", "--compile=0", "--save_every=1000"],
@@ -35,6 +38,7 @@ JOB_FLAGS = {
         "sft": ["--steps=90", "--demos=3000"],
         "rl": ["--steps=3"],
         "eval": ["--eval_levels=0,1", "--eval_tasks=4", "--eval_samples=2"],
+        "rl by workers": ["--steps=3", "--workers=4", "--staleness=0"],
     },
     "cpu": {
         "all": [
@@ -53,6 +57,7 @@ JOB_FLAGS = {
         "sft": ["--steps=12", "--demos=32"],
         "rl": ["--steps=2"],
         "eval": ["--eval_levels=0"],
+        "rl by workers": ["--steps=1", "--workers=1", "--staleness=0"],
     },
 }
 
@@ -63,15 +68,18 @@ NOMINAL_FLOPS = 989e12  # of an H100 or H200, dense bf16 products
 LOGGED = ("step", "seconds", "rollout_s", "solved", "bad_tool", "turns")
 
 
-def stage_flags(bench, stage, out):
-    """-> the flags of train.py for one stage, on this device"""
-    flags = JOB_FLAGS[bench.device]
-    return [*flags["all"], *flags[stage], f"--stage={stage}", f"--out={out}"]
+def stage_flags(bench, name):
+    """-> the flags of train.py for one run of a stage, on this device. name: the stage, and how"""
+    flags, (stage, *how) = JOB_FLAGS[bench.device], name.split()
+    run = bench.scratch / "run"
+    where = [f"--start_from={run}", f"--out={bench.scratch}/again"] if how else [f"--out={run}"]
+    return [*flags["all"], *flags[name], f"--stage={stage}", *where]
 
 
-def stage_config(bench, stage):
+def stage_config(bench, name):
     """The values that train.py gives this stage"""
-    return train.FLAGS.configure(train.FLAGS.parse(stage_flags(bench, stage, bench.scratch)), stage)
+    given = train.FLAGS.parse(stage_flags(bench, name))
+    return train.FLAGS.configure(given, given["stage"])
 
 
 def training_flops(config, length):
@@ -105,10 +113,12 @@ def watch_card(path):
         )
 
 
-def run_stage(bench, stage, out, seconds):
+def run_stage(bench, name, seconds):
     """Runs one stage of train.py -> columns of its row, and the lines of its log"""
-    screen, busy = bench.rows.with_name(f"job_{stage}.log"), bench.scratch / f"{stage}.busy"
-    command = [sys.executable, str(ROOT / "train.py"), *stage_flags(bench, stage, out)]
+    file = name.replace(" ", "_")
+    screen, busy = bench.rows.with_name(f"job_{file}.log"), bench.scratch / f"{file}.busy"
+    command = [sys.executable, str(ROOT / "train.py"), *stage_flags(bench, name)]
+    config = stage_config(bench, name)
 
     # A stage that reaches its time limit is killed. The steps that it logged still count.
     start, monitor = time.monotonic(), watch_card(busy)
@@ -129,13 +139,13 @@ def run_stage(bench, stage, out, seconds):
     # A stage that fails is an error, with the end of its output: bench.attempt makes a row of it.
     if done and done.returncode:
         said = f"exit code {done.returncode}\n{last_lines(screen)}"
-        raise RuntimeError(f"train.py --stage={stage}: {said}")
+        raise RuntimeError(f"train.py, {name}: {said}")
 
     # In the first half of the time the stage still imports, reads and makes its data.
     looks = [int(word) for word in busy.read_text().split() if word.isdigit()] if monitor else []
     if looks:
         columns["card_busy_%"] = statistics.mean(looks[len(looks) // 2 :])
-    return columns, read_rows(out / f"{stage}.jsonl")
+    return columns, read_rows(Path(config.out) / f"{config.stage}.jsonl")
 
 
 def stage_numbers(bench, stage, lines, wall):
@@ -166,13 +176,14 @@ def stage_numbers(bench, stage, lines, wall):
     return columns
 
 
-def describe_rollouts(bench, lines):
+def describe_rollouts(bench, name, lines):
     """The steps of RL: the rows of a table, and a check"""
-    config = stage_config(bench, "rl")
+    config = stage_config(bench, name)
     rollouts = config.tasks_per_step * config.group_size
     for line in lines:
         bench.emit(
             "RL steps",
+            workers=config.workers,
             rollouts=rollouts,
             sampled_tokens_per_s=line["sampled"] * rollouts / line["rollout_s"],
             **{"rollouts_%": 100 * line["rollout_s"] / line["seconds"]},
@@ -184,29 +195,28 @@ def describe_rollouts(bench, lines):
     def worst_mismatch():
         return max(line["mismatch"] for line in lines)
 
-    what = "RL: sampler's log-probs against the trainer's, mean"
+    what = f"{name}: sampler's log-probs against the trainer's, mean"
     bench.check("checks", what, 5e-3, worst_mismatch)
 
 
 def measure_main_job(bench):
     """All stages one after the other, in one folder: each starts from the checkpoint of the one
     before"""
-    out = bench.scratch / "run"
-    out.mkdir()
+    (bench.scratch / "run").mkdir()
 
-    def measure(stage):
-        # A policy that is hardly trained may sample up to every limit, so rl may take only three
-        # quarters of the time left: the evaluation keeps the rest.
-        limit = 0.75 * bench.seconds_left() if stage == "rl" else bench.seconds_left() - 2
-        columns, lines = run_stage(bench, stage, out, limit)
+    def measure(name):
+        # A policy that is hardly trained may sample up to every limit, so rl may take only half of
+        # the time left: what comes after it keeps the rest.
+        limit = 0.5 * bench.seconds_left() if name == "rl" else bench.seconds_left() - 2
+        columns, lines = run_stage(bench, name, limit)
 
         # The evaluation has no steps, so its row is its outcome and its time.
-        if stage == "eval":
+        if name == "eval":
             return columns
-        row = {**columns, **stage_numbers(bench, stage, lines, columns["wall_s"])}
-        if stage == "rl":
-            describe_rollouts(bench, lines)
+        row = {**columns, **stage_numbers(bench, name, lines, columns["wall_s"])}
+        if name.startswith("rl"):
+            describe_rollouts(bench, name, lines)
         return row
 
-    for stage in ("pretrain", "long", "sft", "rl", "eval"):
-        bench.attempt("stages", stage, partial(measure, stage))
+    for name in ("pretrain", "long", "sft", "rl", "eval", "rl by workers"):
+        bench.attempt("stages", name, partial(measure, name))

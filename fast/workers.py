@@ -247,6 +247,11 @@ def worker_main(pipe, trainer, settings, patch=""):
         pipe.send(generator(*job))
 
 
+def number_of_parts(n, steps_at_once):
+    """Into how many parts the tasks of a step are dealt, so that n processes have work"""
+    return -(-n // steps_at_once)
+
+
 class Workers:
     """The twin of rollout.InTurn: n generation processes sample while the trainer learns.
 
@@ -258,7 +263,7 @@ class Workers:
 
     def __init__(self, n, settings, patch="", steps_at_once=1):
         self.n = n
-        self.parts = -(-n // steps_at_once)  # that the tasks of a step are dealt into
+        self.parts = number_of_parts(n, steps_at_once)
         self.settings = settings
         self.patch = patch
         self.jobs = queue.SimpleQueue()

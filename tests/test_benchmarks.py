@@ -200,13 +200,14 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
 
     # Every part has left the numbers that it exists for.
     stages = find_rows(report, "job", "stages")
-    assert list(stages) == ["pretrain", "long", "sft", "rl", "eval"]
-    for stage in ("pretrain", "long", "sft", "rl"):
+    assert list(stages) == ["pretrain", "long", "sft", "rl", "eval", "rl by workers"]
+    for stage in ("pretrain", "long", "sft", "rl", "rl by workers"):
         row = stages[stage]
         assert row["tokens_per_s"] > 0 and row["peak_GB"] > 0 and row["planner_GB"] > 0
-        assert stage == "rl" or row["MFU_%"] > 0
+        assert stage.startswith("rl") or row["MFU_%"] > 0
     steps = [row for row in report["parts"]["job"]["rows"] if row["table"] == "RL steps"]
-    assert len(steps) == 2 and all(0 < row["rollouts_%"] < 100 for row in steps)
+    assert [row["workers"] for row in steps] == [0, 0, 1]
+    assert all(0 < row["rollouts_%"] < 100 for row in steps)
     rows = report["parts"]["speed"]["rows"]
     decoding = [row for row in rows if row["table"].startswith("decoding")]
     assert [(row["rows"], row["graphs"]) for row in decoding] == [(1, 0), (8, 0)]
