@@ -522,10 +522,10 @@ class Muon(torch.optim.Optimizer):
         # Newton-Schulz in place, all blocks of equal shape together.
         self.log(task, "multiply")
         for steps, same in self.group_blocks(stacks):
-            joined = torch.cat([blocks.flatten(0, 1) for blocks in same])
+            parts = [blocks.flatten(0, 1) for blocks in same]
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
             found = orthogonalize(joined, steps, self.ns_dtype, self.newton_schulz)
-            parts = found.split([blocks.shape[0] * blocks.shape[1] for blocks in same])
-            for blocks, part in zip(same, parts):
+            for blocks, part in zip(same, found.split([len(part) for part in parts])):
                 blocks.copy_(part.view_as(blocks))
         self.log(task, "multiplied")
 

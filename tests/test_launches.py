@@ -362,7 +362,7 @@ def check_pins(found, pins):
 # The output projections are a group of their own, orthogonalized per head: 28 of Muon's kernels.
 MUON_STEP = {
     "clip": (16, {"read a number": 1}),
-    "optimizer": (136, {}),
+    "optimizer": (133, {}),
     "balance": (14, {"read a number": 1}),
 }
 ADAMW_STEP = MUON_STEP | {"optimizer": (7, {})}
