@@ -8,7 +8,8 @@ latter sampled. They differ in what is read, and above which turn:
                             is no knowledge (arXiv 2606.11709)
     no words                the same, empty
     the specification       above an edit that put a function back wrongly: its line of the docs
-                            (OPSD, 2601.18734: privileged knowledge)
+                            (OPSD, 2601.18734: privileged knowledge; "as OPSD" also has that paper's
+                            forward KL, clipped entry by entry, and its frozen teacher)
     the failing test        above the same edit: what the next test run said of the function (SDPO,
                             2601.20802: feedback of the environment)
     a solved sibling        above the same edit: how a solved rollout of the group wrote it (SDPO)
@@ -172,17 +173,36 @@ class WithContext(train.Reinforcement):
         return self.context(played, self.group_of[id(played)])
 
 
+def stage_with(context):
+    return type("Stage", (WithContext,), {"context": staticmethod(context)})
+
+
 def make_patch(context):
     """-> the patch with which the teacher reads this context, read_<its name>"""
 
     def patch():
-        stage = type("Stage", (WithContext,), {"context": staticmethod(context)})
-        train.STAGE["rl"] = stage
+        train.STAGE["rl"] = stage_with(context)
 
     patch.__name__ = f"read_{context.__name__}"
     # The process of an arm finds its patch by this name.
     globals()[patch.__name__] = patch
     return patch
+
+
+ENTRY_CAP = 0.05  # nats that one entry of the vocabulary adds at most (OPSD's value)
+
+
+def clipped_divergence(student, teacher, kind):
+    """The forward KL, in which no entry of the vocabulary counts for more than ENTRY_CAP. Logits
+    (N, V) twice -> (N,)"""
+    s, t = student.float().log_softmax(-1), teacher.detach().float().log_softmax(-1)
+    return (t.exp() * (t - s)).clamp(max=ENTRY_CAP).sum(-1)
+
+
+def as_opsd():
+    """The specification in OPSD's own form: clipped, and the teacher stays as it was"""
+    train.STAGE["rl"] = stage_with(specification)
+    feedback_distill.divergence, feedback_distill.TEACHER = clipped_divergence, "frozen"
 
 
 # 4. Which of them does a policy heed?
@@ -317,6 +337,7 @@ EXPERIMENT = Experiment(
     arms={
         "reward alone": Arm((*SHORT, "--feedback=0")),
         **{one.__name__.replace("_", " "): Arm(SHORT, make_patch(one)) for one in CONTEXTS},
+        "as OPSD": Arm(SHORT, as_opsd),
     },
 )
 

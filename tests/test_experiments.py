@@ -692,6 +692,24 @@ def test_a_patch_of_a_constant_changes_that_one_alone(patch, changed):
     assert found == {**kept, **changed}
 
 
+def test_as_opsd_no_entry_of_the_vocabulary_counts_for_more_than_its_cap(monkeypatch):
+    """Entry by entry in a loop; without a cap it is the forward KL"""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 6, 9, generator=generator) * 3
+    plain = feedback_distill.divergence(student, teacher, "forward")
+    contexts.as_opsd()
+    assert feedback_distill.TEACHER == "frozen"
+    assert train.STAGE["rl"].context is contexts.specification
+    clipped = feedback_distill.divergence(student, teacher, "reverse")
+    p, q = teacher.softmax(-1).tolist(), student.softmax(-1).tolist()
+    for row in range(6):
+        entries = [a * math.log(a / b) for a, b in zip(p[row], q[row])]
+        assert clipped[row].item() == pytest.approx(sum(min(e, 0.05) for e in entries), abs=1e-5)
+    monkeypatch.setattr(contexts, "ENTRY_CAP", math.inf)
+    free = feedback_distill.divergence(student, teacher, "reverse")
+    assert torch.allclose(free, plain, atol=1e-6) and not torch.allclose(clipped, plain, atol=1e-2)
+
+
 def test_with_six_habits_a_tenth_of_the_faultless_turns_has_a_hint():
     assert train.NEUTRAL_HINT_RATE == 0.05
     habits.more_neutral_hints()
