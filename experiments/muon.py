@@ -13,6 +13,7 @@ Found (commit 534553e or older), held-out loss at the best rates in three seeds:
 3.804, 3.815; Muon 3.808, 3.770, 3.773. Figure: figures/muon.png.
 """
 
+import math
 import sys
 
 import muon
@@ -24,20 +25,20 @@ from experiments.runner import Arm, Experiment
 # Heads and experts lie in stacks (N, R, C). Here a stack is one matrix of N R rows, and an output
 # projection, in which the heads lie side by side, is not cut into blocks.
 def whole_matrices():
-    plain_split, plain_orthogonalize = train.split_by_name, muon.orthogonalize
-    stacks = {}  # (R, C) -> N
+    plain_split, plain_block = train.split_by_name, muon.block_of
 
-    def split_by_name(named, heads):
-        stacks.update({tuple(p.shape[1:]): len(p) for _, p in named if p.ndim == 3})
-        return plain_split(named, heads=1)
+    def as_one(shape):
+        return 1, math.prod(shape[:-1]), shape[-1]
 
-    def orthogonalize(G, *more):
-        # The matrices of equal shape come together, (K, 1, R, C), those of a stack side by side.
-        K, _, R, C = G.shape
-        N = stacks.get((R, C), 1)
-        return plain_orthogonalize(G.reshape(K // N, N * R, C), *more).view(G.shape)
+    class Whole(muon.ShardedParam):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.shape = as_one(self.shape)
 
-    train.split_by_name, muon.orthogonalize = split_by_name, orthogonalize
+    train.split_by_name = lambda named, heads: plain_split(named, heads=1)
+    muon.block_of = lambda shape, *place: plain_block(as_one(shape), *place)
+    muon.as_stack = lambda tensor: tensor.reshape(as_one(tensor.shape))
+    muon.ShardedParam = Whole
 
 
 # Each optimizer at three learning rates: a comparison at one rate would compare the rates.

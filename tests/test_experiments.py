@@ -77,7 +77,9 @@ def recipe(monkeypatch):
         (train, "evaluate_run"),
         (train, "settings"),
         (train, "split_by_name"),
-        (muon, "orthogonalize"),
+        (muon, "as_stack"),
+        (muon, "block_of"),
+        (muon, "ShardedParam"),
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
         (train, "PROGRAM"),
@@ -92,6 +94,7 @@ def recipe(monkeypatch):
         (length_penalty, "Price"),
         (length_penalty, "SETTINGS"),
         (length_penalty, "read_weights"),
+        (feedback_distill, "divergence"),
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
         (summarize, "Compaction"),
@@ -636,7 +639,7 @@ def test_whole_matrices_are_those_of_all_heads_and_all_experts_together():
     net = torch.nn.Module()
     net.experts = torch.nn.Parameter(torch.randn(4, 16, 24))
     net.others = torch.nn.Parameter(torch.randn(4, 16, 24))
-    net.plain = torch.nn.Parameter(torch.randn(40, 24))
+    net.plain = torch.nn.Parameter(torch.randn(16, 24))
     groups = train.split_by_name(list(net.named_parameters()), 2)
     optimizer = muon.Muon(groups, lr=0.1, weight_decay=0.0, ns_dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -648,7 +651,7 @@ def test_whole_matrices_are_those_of_all_heads_and_all_experts_together():
         whole = p.grad.reshape(-1, 24)
         U, _, Vh = torch.linalg.svd(whole, full_matrices=False)
         moved = (before[name] - p.detach()).reshape(-1, 24) / 0.1
-        moved /= muon.step_scale(*p.shape[-2:])
+        moved /= muon.step_scale(*whole.shape)
         # Of about unit singular values, along those of the whole gradient
         inside = U.T @ moved @ Vh.T
         along = inside.diagonal()
