@@ -24,11 +24,11 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
         --start_from=out/base-1337 --out=out/by_what
 
 Found: asked for low effort the default run takes .59, .56 and .46 of the tokens of high effort and
-has .65, .63 and .51 solved in the place of .92 (seeds 1337, 1, 2). Digits are learned like the
-words, and those between mean the least one. RL alone finds no dial (1.03, .97, 1.06). Policies of
-one price: never told .92 .93 .78 with 168 132 287 tokens; price .9 .81 .74 .67 with 105 117 199;
-free .90 .85 .81 with 217 235 360; linear .90 .92 .84 with 163 124 275; failures pay .94 .98 .77
-with 158 144 275. Figure: figures/effort.png.
+has .65, .63 and .51 solved in the place of .92 (seeds 1337, 1, 2). Digits are learned as words
+(.45, .76, .75): asked for 7, never shown, a policy spends less than for 5. RL alone finds no dial
+(1.03, .97, 1.06). Policies of one price: never told .92 .93 .78 with 168 132 287 tokens; price .9
+.81 .74 .67 with 105 117 199; free .90 .85 .81 with 217 235 360; linear .90 .92 .84 with 163 124
+275; failures pay .94 .98 .77 with 158 144 275. Figure: figures/effort.png.
 """
 
 import math
