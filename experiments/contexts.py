@@ -28,7 +28,9 @@ becomes least likely, there it came from. Left out: an external teacher.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
-(+.11 a token); a sibling and a demonstration make all text less likely. The arms have not been run.
+(+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
+commit 78d166f) the specification ruins the policy, .41 to .16 solved: it learns to write without a
+look what only its teacher has read. The other arms have not been run.
 """
 
 import sys
