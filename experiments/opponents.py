@@ -17,11 +17,11 @@ steps to half: the first step at which the mean of five is half of the first; on
 were, if there is none. wrong, offered, no call: where the policy before RL has called a tool that
 does not exist, the probability, after RL, of calling that one, one of those offered, and nothing.
 
-Found (seeds 1337, 1): the habit is halved after 9 and 8 steps by the hint, 15 and 10 by the scalar,
-7 and 7 by the constant, never without. Hint and scalar solve alike; the constant solves .12 and .04
-less than no feedback: there the policy calls nothing. Which one moves other turns less differs by
-seed. Where all or none of a group is solved the scalar is as fast as the hint (8 steps, at 4 turns
-and at 10). Figure: figures/opponents.png.
+Found (seeds 1337, 1, 2): the habit is halved after 9, 8 and 9 steps by the hint, 15, 10 and 12 by
+the scalar, 7 by the constant, never without. Hint and scalar solve alike; the constant solves .12,
+.04 and .26 less than no feedback: there the policy calls nothing. The hint moves other turns less
+than the scalar in two seeds of three. Where all or none of a group is solved the scalar is as fast
+as the hint (8 steps, at 4 turns and at 10). Figure: figures/opponents.png.
 """
 
 import math
