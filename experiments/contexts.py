@@ -30,7 +30,8 @@ Found (assets/sft): a wrong sentence moves this policy as much as the right one 
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
 (+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
 commit 78d166f) the specification ruins the policy, .41 to .16 solved: it learns to write without a
-look what only its teacher has read. The other arms have not been run.
+look what only its teacher has read. A sibling's edit takes it from .40 to .47, and training from
+.36 over .78 (step 10) to .27. The other arms have not been run.
 """
 
 import sys
