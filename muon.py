@@ -519,7 +519,9 @@ class Muon(torch.optim.Optimizer):
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # Newton-Schulz in place, all blocks of equal shape together.
+        # Newton-Schulz in place. All blocks of equal shape are joined to one stack, since a product
+        # of many matrices costs no more launches than one of a few, and come back to where they
+        # were.
         self.log(task, "multiply")
         for steps, same in self.group_blocks(stacks):
             parts = [blocks.flatten(0, 1) for blocks in same]

@@ -1013,7 +1013,8 @@ class Reinforcement(Source):
         flagged = sum(hint.num_targets for segment, _ in items for hint in segment.hints)
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
-        places = run.sum(sum(len(segment) - 1 for segment, _ in items))  # where the head drafts
+        # In how many places of the whole step the head drafts, where there is one
+        places = config.mtp and run.sum(sum(len(segment) - 1 for segment, _ in items))
 
         # Sums stay on the device until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)

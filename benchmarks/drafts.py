@@ -35,7 +35,7 @@ from world.sandbox import Sandbox
 
 LEVELS = 0, 2, 3, 5, 8, 11
 
-# ---------------------------------------------------------------- a sampler that the head drafts for
+# ---------------------------------------------------------------- the sampler
 
 
 class HeadSampler(Sampler):
@@ -204,9 +204,9 @@ def main(argv):
     rows, tasks, base = [], make_tasks(levels, range(5000, 5002)), None
     for name, (kind, options) in drafts.items():
         sampler = kind(sampling, tokenizer, window=limits.window, **options)
-        _, (sampled, each, forwards, seconds) = play(sampler, tasks, group, limits)
+        _, (sampled, per_forward, forwards, seconds) = play(sampler, tasks, group, limits)
         base = base or seconds
-        numbers = f"{sampled}", f"{each:.2f}", f"{forwards}", f"{seconds:.1f}"
+        numbers = f"{sampled}", f"{per_forward:.2f}", f"{forwards}", f"{seconds:.1f}"
         rows.append([name, *numbers, f"{base / seconds:.2f}"])
     columns = ["draft", "tokens", "a forward", "forwards", "CPU s", "x none"]
     print_table(f"{len(tasks) * group} rollouts, one core, fp32", columns, rows)

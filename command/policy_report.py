@@ -263,10 +263,11 @@ def draw_score(policies, careful, path):
         bars = left.errorbar(tokens, solved, up, across, fmt="-", capsize=2, label=label)
         cost = np.array([1000 * row["cost"] for row in rows])
         right.errorbar(cost, solved, up, fmt="-", capsize=2)
-        for place, setting in enumerate(settings):
-            form = dict(marker=MARKERS.get(setting, "o"), color=bars.lines[0].get_color())
-            left.plot(tokens[place], solved[place], **form)
-            right.plot(cost[place], solved[place], **form)
+        # A marker at each point says which setting it is.
+        for i, setting in enumerate(settings):
+            style = dict(marker=MARKERS.get(setting, "o"), color=bars.lines[0].get_color())
+            left.plot(tokens[i], solved[i], **style)
+            right.plot(cost[i], solved[i], **style)
     if careful:
         row = careful["overall"]
         left.plot(row["tokens"], row["solved"], "k*", markersize=12, label="careful expert")

@@ -177,6 +177,7 @@ class WithContext(train.Reinforcement):
 
 
 def stage_with(context):
+    """The stage of RL whose teacher reads this context"""
     return type("Stage", (WithContext,), {"context": staticmethod(context)})
 
 

@@ -153,8 +153,8 @@ def expert(task, rng, sloppy=1.0, planted=()):
 
 
 def hinted_moves(task, moves, rng, remind, hint_rate, neutral_rate, hint_texts):
-    """Yields the actions of the expert `moves`, and writes into `hint_texts` {number of an action: the hint that
-    stands above it}.
+    """Yields the actions of the expert `moves`, and writes into `hint_texts` {number of an action:
+    the hint that stands above it}.
 
     With probability `hint_rate` a flawed action is left out, and the hint remind[flaw](task, right
     action) stands above the right action: so the model learns to heed hints.
