@@ -1367,12 +1367,13 @@ class Run:
                 group |= dict(lr=config.lr, weight_decay=config.weight_decay)
 
         # Weights in bf16 would lose small updates, unless they are rounded by chance.
-        kind = RoundingMuon if config.weight_dtype == "bfloat16" else Muon
+        choose = (lambda form: form) if config.plain else fast.choose
+        kind = RoundingMuon if config.weight_dtype == "bfloat16" else choose(Muon)
         optimizer = kind(
             groups,
             replicas=self.meshes.dense if self.replicas else None,
             ns_dtype=self.dtype,
-            newton_schulz=newton_schulz if config.plain else fast.choose(newton_schulz),
+            newton_schulz=choose(newton_schulz),
         )
         hsdp.keep_gradients_in_fp32(self.model)
         # The schedule multiplies these.

@@ -54,13 +54,18 @@ def ratio_columns(seconds):
 
 
 def measure_model_step(bench):
-    """An optimizer step on the model of the scale, beside the Newton-Schulz products of the
-    matrices that Muon updates"""
+    """An optimizer step on the model of the scale, on a card by its CUDA graph, beside the same step
+    as it is written and the Newton-Schulz products of the matrices that Muon updates"""
     # Every parameter gets a random gradient.
     model = build_scale_model(bench)
     optimizer = make_optimizer(model, torch.bfloat16)
+    written = make_optimizer(model, torch.bfloat16)
+    written.can_capture = lambda tasks, params: False
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
+    for _ in range(CAPTURED_AFTER):
+        optimizer.step()
+    graphs = len(optimizer.captured.graphs) if optimizer.captured else 0
 
     # The floor leaves out what AdamW updates: it needs no products.
     matrices = []
@@ -68,7 +73,8 @@ def measure_model_step(bench):
         if group["algorithm"] == "muon":
             matrices += [p.shape for p in group["params"]]
     products = gemm_floor(matrices, torch.bfloat16, bench.device)
-    return ratio_columns(bench.time({"ours": optimizer.step, "floor": products}, 5))
+    calls = {"ours": optimizer.step, "written": written.step, "floor": products}
+    return {"graphs": graphs, **ratio_columns(bench.time(calls, 5))}
 
 
 def measure_muon(bench, sizes):

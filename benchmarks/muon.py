@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import measure_seconds, print_table, read_quick
 from demos.forked_ranks import fork_ranks
+from fast import choose
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import RoundingMuon
 from demos.muon_steps import make_parameters
@@ -108,7 +109,7 @@ def build_steps(shapes, products, weights, device):
     the dtype of the matrix products; weights: that of the parameters"""
     params = make_parameters(shapes, dtype=weights, device=device)
     rates = dict(lr=1e-3, weight_decay=0.1)
-    kind = RoundingMuon if weights == torch.bfloat16 else Muon
+    kind = RoundingMuon if weights == torch.bfloat16 else choose(Muon)
     options = dict(ns_dtype=products, newton_schulz=gram_newton_schulz)
     ours = kind([dict(params=list(params.items()))], **options, **rates)
 

@@ -1,4 +1,4 @@
-"""fast/cuda_graphs.py: the sampler's steps as CUDA graphs.
+"""fast/cuda_graphs.py: steps as CUDA graphs, those of the sampler.
 
 A decoding step of a small model starts hundreds of kernels, each shorter than the time that Python
 needs to start it. A CUDA graph records them once and starts them by one call: on one H200 a token
@@ -11,9 +11,10 @@ written. Then it is captured, and the capture is run once beside the written ste
 differs, or capturing fails, written steps go on, and one line says so.
 
 Weights may change between two steps: load_state_dict writes them to where they lie. Copies that
-the twins of fast/decode.py made of them are made anew.
+the twins of fast/decode.py made of them are made anew. The optimizer's graph stands in
+fast/optimizer_graph.py.
 
-Left out: graphs of training; a graph that many lengths of the cache share (paged attention).
+Left out: graphs of forward and backward in training; a graph that many lengths of the cache share (paged attention).
 
 Letters: B rows, W tokens fed of each, N = B * W, L layers with experts, K experts per token.
 """
@@ -56,12 +57,14 @@ class CudaGraph:
 
 
 class CapturedSteps:
-    """Runs functions of one tensor on a device, those that come often as graphs. model: whose
-    weights they read; graph: the class that records."""
+    """Runs functions of one tensor on a device, those that come often as graphs. name: what they
+    are, for the line that says that they fail; graph: the class that records; model: whose weights
+    they read; changed: tensors that they change where they lie."""
 
-    def __init__(self, model, device, graph=CudaGraph):
-        self.model, self.device, self.graph = model, device, graph
-        self.weights = [*model.parameters(), *model.buffers()]
+    def __init__(self, name, device, graph=CudaGraph, model=None, changed=()):
+        self.name, self.device, self.graph, self.changed = name, device, graph, changed
+        self.modules = list(model.modules()) if model else []
+        self.weights = [*model.parameters(), *model.buffers()] if model else []
         self.changes = self.count_changes()
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         self.times_seen = collections.Counter()
@@ -76,7 +79,7 @@ class CapturedSteps:
         """-> function(given). given: on the CPU. size: all that decides which kernels run."""
         # What the twins keep of the weights follows them, in its place.
         if self.count_changes() != self.changes:
-            for module in self.model.modules():
+            for module in self.modules:
                 if hasattr(module, "rejoin"):
                     module.rejoin()
             self.changes = self.count_changes()
@@ -84,26 +87,39 @@ class CapturedSteps:
         if size in self.graphs:
             return self.graphs[size].replay(given)
         given = given.to(self.device, non_blocking=True)
-        found = function(given)
         self.times_seen[size] += 1
-        if self.enabled and self.times_seen[size] >= CAPTURED_AFTER:
-            self.capture(size, function, given, found)
-        return found
+        if not self.enabled or self.times_seen[size] < CAPTURED_AFTER:
+            return function(given)
+        return self.capture(size, function, given)
 
-    def capture(self, size, function, given, expected):
-        """Records the function and compares the recording with what it has just found itself"""
+    def capture(self, size, function, given):
+        """Runs the function, records it, and runs the recording on the same numbers -> what the
+        function itself has found"""
+        before = [tensor.clone() for tensor in self.changed]
+        found = function(given)
+        after = [tensor.clone() for tensor in self.changed]
         try:
             graph = self.graph(function, given, self.pool)
-            problem = "" if torch.equal(graph.replay(given), expected) else "it gives other numbers"
+            copy_all(self.changed, before)
+            same = torch.equal(graph.replay(given), found)
+            same = same and all(map(torch.equal, self.changed, after))
+            problem = "" if same else "it gives other numbers"
         except RuntimeError as error:
             problem = str(error).strip().partition("\n")[0]
+
         if not problem:
             self.graphs[size] = graph
-            return
+            return found
+        copy_all(self.changed, after)
         self.enabled = False
         self.graphs.clear()
-        said = f"a sampling step as a CUDA graph: {problem}; sampling goes on without graphs"
-        tqdm.write(said, file=sys.stderr)
+        tqdm.write(f"{self.name} as a CUDA graph: {problem}; without graphs now", file=sys.stderr)
+        return found
+
+
+def copy_all(targets, sources):
+    for target, source in zip(targets, sources):
+        target.copy_(source)
 
 
 def size_above(number):
@@ -120,7 +136,7 @@ class GraphSampler(Sampler):
 
     def __init__(self, *arguments, rows=most_rows, graph=CudaGraph, **options):
         super().__init__(*arguments, rows=rows, **options)
-        self.captured = CapturedSteps(self.model, self.device, graph)
+        self.captured = CapturedSteps("a sampling step", self.device, graph, self.model)
 
     def padded_batch_size(self, active, rows):
         return size_above(active)

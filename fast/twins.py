@@ -62,6 +62,12 @@ TWINS = (
     Twin("fast.cpu_kernels:FastModel", ("moe.Model.logprobs",), "9c934187aa38b86d"),
     Twin("fast.gram_newton_schulz:gram_newton_schulz", ("muon.newton_schulz",), "8c34a77c7ebef7c7"),
     Twin(
+        "fast.optimizer_graph:GraphMuon",
+        ("muon.Muon",),
+        "1f5658c99f27758e",
+        shared=("muon.newton_schulz",),
+    ),
+    Twin(
         "fast.sampler:Sampler",
         ("rollout.Sampler",),
         "3959d5361926d4fe",
@@ -141,8 +147,9 @@ def collect_sources(function, owner, shared, found):
         return
     if inspect.isclass(function):
         found[name] = "class"
+        # What Python itself has put into a class is another one in each version of Python.
         for method in vars(function).values():
-            if inspect.isfunction(method):
+            if inspect.isfunction(method) and is_in_book(method):
                 collect_sources(method, function, shared, found)
         return
 

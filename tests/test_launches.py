@@ -298,6 +298,27 @@ def counted(card, call):
     return result, (card.kernels - kernels, dict(card.waits - waits))
 
 
+def count_optimizer(card, optimizer):
+    """The same of a step as it is written, of what of it a CUDA graph holds, and of what is left to
+    start where the graph is replayed: a copy and the replay in its place"""
+    inside = []
+
+    def run(size, function, given):
+        result, one = counted(card, lambda: function(given))
+        inside.append(one[0])
+        return result
+
+    optimizer.step()  # the first one also makes its plan
+    captured = getattr(optimizer, "captured", None)
+    if captured:
+        captured.run = run
+    _, (kernels, waits) = counted(card, optimizer.step)
+    if not captured:
+        return {"optimizer": (kernels, waits)}
+    left = kernels - inside[0] + 2
+    return {"optimizer": (kernels, waits), "replayed": (left, waits)}
+
+
 def count_step(card, stage, run, optimizer, source):
     """{part: (kernels, waits)} of a first micro-batch, and of what a step does once"""
     found = {}
@@ -307,8 +328,7 @@ def count_step(card, stage, run, optimizer, source):
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     _, found["clip"] = counted(card, lambda: hsdp.clip_grad_norm(run.model, 1.0))
-    optimizer.step()  # the first one also makes its plan
-    _, found["optimizer"] = counted(card, optimizer.step)
+    found |= count_optimizer(card, optimizer)
     _, found["balance"] = counted(
         card, lambda: moe.update_router_bias(run.model, 1e-3, hsdp.all_reduce_sum)
     )
@@ -360,12 +380,14 @@ def check_pins(found, pins):
 
 
 # The output projections are a group of their own, orthogonalized per head: 28 of Muon's kernels.
-MUON_STEP = {
-    "clip": (16, {"read a number": 1}),
-    "optimizer": (133, {}),
-    "balance": (14, {"read a number": 1}),
+ONCE_A_STEP = {"clip": (16, {"read a number": 1}), "balance": (14, {"read a number": 1})}
+MUON_STEP = ONCE_A_STEP | {
+    # As it is written, of it what collects the gradients and joins the matrices: 2. As a graph:
+    # these two, a copy, the replay, the weights and AdamW.
+    "optimizer": (135, {}),
+    "replayed": (16, {}),
 }
-ADAMW_STEP = MUON_STEP | {"optimizer": (7, {})}
+ADAMW_STEP = ONCE_A_STEP | {"optimizer": (7, {})}
 # A step of sampling is read once: tokens, log-probs and experts together.
 ONE_READ = {"copy to the CPU": 1}
 # Selecting the positions that are trained on waits: their number depends on the data.
