@@ -1,9 +1,11 @@
-"""contexts.py: What should the teacher read? One loss, and a context for each method that we know.
+"""contexts.py: What should the teacher read, who is it, and which divergence?
 
-All of them distil the policy that reads more into the one that reads less, on tokens that the
-latter sampled. They differ in what is read, and above which turn:
+One loss, and an arm for each method that we know. All of them distil the policy that reads more
+into the one that reads less, on tokens that the latter sampled. They differ in what is read, and
+above which turn:
 
     a rule's sentence       above a call to a tool that does not exist (Composer; the default)
+    whole turn              the same, on all tokens of the turn and not on the call's name alone
     a wrong sentence        the same, but it says that this tool is there: what moves under it, too,
                             is no knowledge (arXiv 2606.11709)
     no words                the same, empty
@@ -16,15 +18,19 @@ latter sampled. They differ in what is read, and above which turn:
     a demonstration         above every turn of a rollout that failed: all edits of the expert
                             (SDFT, 2601.19897)
 
+The default's teacher is a moving average of the policy, and its divergence the reverse KL. Others,
+with the rule's sentence: the current policy, the policy that RL began from ("frozen"), the forward
+KL, Jensen-Shannon. "as stated" is the current policy on the whole turn.
+
     python -m experiments.contexts
     python -m experiments.contexts --gap=assets/sft      which of them does this policy heed?
     python -m experiments.contexts --places=assets/rl    from which output did an edit come?
 
-The first runs 20 steps of RL with each. --gap tells: places, and per token that would be distilled:
-how far student and teacher are apart (KL), by how much the context raises the log-probability of
-what was sampled there, and, of wrong edits, that of the right text in its place. --places is a
-reader that finds the place: it blanks one tool output after the other, and where what an edit wrote
-becomes least likely, there it came from. Left out: an external teacher.
+The first runs 20 steps of RL with each arm. --gap tells: places, and per token that would be
+distilled: how far student and teacher are apart (KL), by how much the context raises the
+log-probability of what was sampled there, and, of wrong edits, that of the right text in its place.
+--places is a reader that finds the place: it blanks one tool output after the other, and where what
+an edit wrote becomes least likely, there it came from. Left out: an external teacher.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
@@ -45,7 +51,7 @@ import feedback_distill
 import rollout
 import train
 from command.flags import usage_error
-from experiments import runner, teachers
+from experiments import runner
 from experiments.opponents import RULES
 from experiments.runner import Arm, Experiment
 from feedback_distill import Hint
@@ -92,8 +98,19 @@ def rule(played, group):
     return feedback_distill.detect(played, RULES)
 
 
+def whole_turn(played, group):
+    return [replace(hint, call=None, character=None) for hint in rule(played, group)]
+
+
 def wrong_sentence(played, group):
-    return teachers.name_wrong_tools(played, rule(played, group))
+    """Says that the tools that were called are there, all of them"""
+    hints = []
+    for hint in rule(played, group):
+        turn = played.segments[hint.segment].turns[hint.turn]
+        tools = dict.fromkeys([*played.task.tools, *(call.name for call in turn.calls)])
+        text = f"Reminder: Available tools: {', '.join(tools)}."
+        hints.append(replace(hint, text=text))
+    return hints
 
 
 def no_words(played, group):
@@ -154,6 +171,7 @@ def demonstration(played, group):
 
 CONTEXTS = (
     rule,
+    whole_turn,
     wrong_sentence,
     no_words,
     specification,
@@ -191,6 +209,29 @@ def make_patch(context):
     # The process of an arm finds its patch by this name.
     globals()[patch.__name__] = patch
     return patch
+
+
+# Who teaches, and by which divergence, are constants of the recipe: each is changed where it stands.
+def current_teacher():
+    feedback_distill.TEACHER = "current"
+
+
+def frozen_teacher():
+    feedback_distill.TEACHER = "frozen"
+
+
+def forward_kl():
+    feedback_distill.DIVERGENCE = "forward"
+
+
+def jensen_shannon():
+    feedback_distill.DIVERGENCE = "jsd"
+
+
+def as_stated():
+    """The current policy under the hint teaches all that was sampled of the turn."""
+    current_teacher()
+    train.STAGE["rl"] = stage_with(whole_turn)
 
 
 ENTRY_CAP = 0.05  # nats that one entry of the vocabulary adds at most (OPSD's value)
@@ -336,12 +377,17 @@ def print_places(folder):
 # 6. The arms
 SHORT = ("--steps=20",)
 EXPERIMENT = Experiment(
-    question="What should the teacher read?",
+    question="What should the teacher read, and who is it?",
     curves=("bad_tool", "solved"),
     arms={
         "reward alone": Arm((*SHORT, "--feedback=0")),
         **{one.__name__.replace("_", " "): Arm(SHORT, make_patch(one)) for one in CONTEXTS},
         "as OPSD": Arm(SHORT, as_opsd),
+        "as stated": Arm(SHORT, as_stated),
+        "current": Arm(SHORT, current_teacher),
+        "frozen": Arm(SHORT, frozen_teacher),
+        "forward KL": Arm(SHORT, forward_kl),
+        "JSD": Arm(SHORT, jensen_shannon),
     },
 )
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ from experiments import (
     retold,
     runner,
 )
-from experiments import summary, tables, tasks, teachers, thoughts, untaught
+from experiments import summary, tables, tasks, thoughts, untaught
 
 from world import expert
 from world.honeypot import unharden
@@ -669,10 +670,10 @@ def test_whoever_never_saw_the_labels_is_asked_with_them():
 @pytest.mark.parametrize(
     "patch, changed",
     [
-        (teachers.current_teacher, dict(TEACHER="current")),
-        (teachers.frozen_teacher, dict(TEACHER="frozen")),
-        (teachers.forward_kl, dict(DIVERGENCE="forward")),
-        (teachers.jensen_shannon, dict(DIVERGENCE="jsd")),
+        (contexts.current_teacher, dict(TEACHER="current")),
+        (contexts.frozen_teacher, dict(TEACHER="frozen")),
+        (contexts.forward_kl, dict(DIVERGENCE="forward")),
+        (contexts.jensen_shannon, dict(DIVERGENCE="jsd")),
         (effort.linear_price, dict(q=0.0)),
         (retold.open_all_levels, dict(may_open=range(8))),
     ],
@@ -732,15 +733,15 @@ def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
     task = SimpleNamespace(tools=("read_file", "edit_file"))
     turn = SimpleNamespace(role="assistant", calls=[call])
     rollout = SimpleNamespace(task=task, segments=[SimpleNamespace(turns=[turn])])
-    patches = (lambda: None, teachers.empty_hint, teachers.wrong_hint)
-    said = [[hint.text for hint in stage_of(patch).find_hints(rollout)] for patch in patches]
+    told = (contexts.rule, contexts.no_words, contexts.wrong_sentence)
+    said = [[hint.text for hint in context(rollout, [])] for context in told]
     tools = "Reminder: Available tools: read_file, edit_file"
     assert said == [[f"{tools}."], [""], [f"{tools}, grep."]]
 
 
 def test_as_stated_the_current_policy_teaches_all_that_was_sampled_of_the_turn():
-    stage = stage_of(teachers.as_stated)
-    stage.run.tokenizer = BYTES
+    stage = stage_of(contexts.as_stated)
+    stage.run.tokenizer, stage.group_of = BYTES, defaultdict(list)
     assert feedback_distill.TEACHER == "current"
     for played, _ in flagged_rollouts():
         feedback_distill.attach_hints(BYTES, played, stage.find_hints(played))
@@ -845,10 +846,10 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     log = log_of(tmp_path / "c")
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
 
-    class EmptyHints(teachers.EmptyHint, HintsOnDemonstrations):
-        pass
+    class EmptyHints(contexts.WithContext, HintsOnDemonstrations):
+        context = staticmethod(contexts.no_words)
 
-    teachers.current_teacher()
+    contexts.current_teacher()
     train.STAGE["rl"] = EmptyHints
     train.main([*rl, f"--out={tmp_path}/d", *flags])
     log = log_of(tmp_path / "d")
@@ -1197,9 +1198,9 @@ def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
 
 def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
-    runner.main("experiments.teachers", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
+    runner.main("experiments.contexts", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
     arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
-    assert len(arms) == len(teachers.EXPERIMENT.arms) == 10
+    assert len(arms) == len(contexts.EXPERIMENT.arms) == 15
     assert all([w for w in words if "--steps" in w] == ["--steps=2"] for words in arms)
     asked.clear()
     runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
@@ -1304,7 +1305,7 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as end:
-        runner.main("experiments.teachers", ["--seeds=1,2,3", f"--out={tmp_path}"])
+        runner.main("experiments.contexts", ["--seeds=1,2,3", f"--out={tmp_path}"])
     assert end.value.code == 2 and len(asked) == 3 and "a line" in capsys.readouterr().err
 
 
