@@ -20,7 +20,13 @@ above which turn:
 
 The default's teacher is a moving average of the policy, and its divergence the reverse KL. Others,
 with the rule's sentence: the current policy, the policy that RL began from ("frozen"), the forward
-KL, Jensen-Shannon. "as stated" is the current policy on the whole turn.
+KL, Jensen-Shannon. "as stated" is the current policy on the whole turn. A larger model is a teacher
+that reads no more than the policy does, and teaches all that was sampled (on-policy distillation);
+it is twice as wide, after the same SFT, and made first, for each seed:
+
+    for stage in pretrain long sft eval; do
+        python train.py --stage=$stage --dim=256 --seed=1337 --out=out/wide-1337
+    done
 
     python -m experiments.contexts
     python -m experiments.contexts --gap=assets/sft      which of them does this policy heed?
@@ -30,7 +36,7 @@ The first runs 20 steps of RL with each arm. --gap tells: places, and per token 
 distilled: how far student and teacher are apart (KL), by how much the context raises the
 log-probability of what was sampled there, and, of wrong edits, that of the right text in its place.
 --places is a reader that finds the place: it blanks one tool output after the other, and where what
-an edit wrote becomes least likely, there it came from. Left out: an external teacher.
+an edit wrote becomes least likely, there it came from.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
@@ -41,15 +47,19 @@ look what only its teacher has read. A sibling's edit takes it from .40 to .47, 
 """
 
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import eval
+import fast
 import feedback_distill
 import rollout
 import train
+from command import checkpoints
 from command.flags import usage_error
 from experiments import runner
 from experiments.opponents import RULES
@@ -250,6 +260,41 @@ def as_opsd():
     feedback_distill.divergence, feedback_distill.TEACHER = clipped_divergence, "frozen"
 
 
+class LargerTeacher(feedback_distill.Teacher):
+    """Another model than the policy's, in a module of its own, which stays as it is"""
+
+    def __init__(self, model, larger):
+        super().__init__(model, "current")  # keeps no copy of the policy
+        self.larger = larger
+
+    @contextmanager
+    def swapped_weights(self):
+        yield self.larger
+
+
+class WithLargerTeacher(train.Reinforcement):
+    """The teacher is out/wide-SEED, and reads what the policy reads."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        path = Path(run.config.out).parents[1] / f"wide-{run.config.seed}" / "sft"
+        try:
+            larger, extra = checkpoints.load_model(path)
+        except (OSError, ValueError):
+            usage_error(f"{path}: the larger model comes first", "experiments.contexts")
+        # Its logits are compared with the policy's token by token.
+        assert extra["tokenizer"]["ranks"] == run.tokenizer.ranks, f"{path}: another tokenizer"
+        larger = fast.accelerate(larger).to(run.device).compute_in(run.dtype)
+        self.teacher = LargerTeacher(run.model, larger.requires_grad_(False).eval())
+
+    def find_hints(self, played):
+        return above_every_turn(played, "")
+
+
+def larger_teacher():
+    train.STAGE["rl"] = WithLargerTeacher
+
+
 # 4. Which of them does a policy heed?
 @torch.no_grad()
 def measure_gap(model, tokenizer, played, hint):
@@ -388,6 +433,7 @@ EXPERIMENT = Experiment(
         "frozen": Arm(SHORT, frozen_teacher),
         "forward KL": Arm(SHORT, forward_kl),
         "JSD": Arm(SHORT, jensen_shannon),
+        "a larger model": Arm(SHORT, larger_teacher),
     },
 )
 

@@ -12,11 +12,7 @@ the last is the default run.
     python -m experiments.generations
 
 Beside them, by hand, a model twice as wide after SFT alone ("smarter post-training, not more
-parameters"):
-
-    for stage in pretrain long sft eval; do
-        python train.py --stage=$stage --dim=256 --out=out/wide
-    done
+parameters"; the commands stand in contexts.py, which has it as a teacher).
 
 Found: not run yet.
 """

@@ -1196,11 +1196,32 @@ def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
     assert older.patch == "experiments.deletions:fixed_list"
 
 
+def test_a_larger_model_teaches_all_that_was_sampled_and_reads_no_more(run, tmp_path, capsys):
+    """Under itself as the teacher there is nothing to learn, under a wider model there is."""
+    rl = [*SMALL, *RL, "--warmup=0", "--router_replay=0", "--lr=0", "--adam_lr=0"]
+    contexts.larger_teacher()
+    with pytest.raises(SystemExit) as end:
+        train.main([*rl, f"--start_from={run}", f"--out={tmp_path}/contexts/a"])
+    assert end.value.code == 2 and "the larger model comes first" in capsys.readouterr().err
+
+    shutil.copytree(run / "sft", tmp_path / "wide-1337" / "sft")
+    train.main([*rl, f"--start_from={run}", f"--out={tmp_path}/contexts/same"])
+    wide = [*SMALL, "--dim=96", "--seed=1337", f"--out={tmp_path}/wide-1337", "--steps=1"]
+    shutil.rmtree(tmp_path / "wide-1337")
+    for stage in ("pretrain", "long", "sft"):
+        train.main([*wide, f"--stage={stage}"])
+    train.main([*rl, f"--start_from={run}", f"--out={tmp_path}/contexts/wide"])
+    same, other = (log_of(tmp_path / "contexts" / name) for name in ("same", "wide"))
+    for log in (same, other):
+        assert log["flagged"] == pytest.approx(4 * log["sampled"])  # of four rollouts
+    assert same["feedback_kl"] == pytest.approx(0, abs=1e-6) and other["feedback_kl"] > 1e-4
+
+
 def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
     runner.main("experiments.contexts", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
     arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
-    assert len(arms) == len(contexts.EXPERIMENT.arms) == 15
+    assert len(arms) == len(contexts.EXPERIMENT.arms) == 16
     assert all([w for w in words if "--steps" in w] == ["--steps=2"] for words in arms)
     asked.clear()
     runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
