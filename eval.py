@@ -586,15 +586,17 @@ def logprob_gaps(model, segment, temperature=1.0, replay=True):
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
-def sampler_mismatch(model, tokenizer, config, tasks):
+# Settings of sampler_mismatch: name, dtype of the products, are the experts of sampling replayed?
+IN_BF16 = (
+    ("bfloat16, experts replayed", torch.bfloat16, True),
+    ("bfloat16, experts chosen again", torch.bfloat16, False),
+)
+IN_FP32 = (("float32, experts replayed", torch.float32, True),)
+
+
+def sampler_mismatch(model, tokenizer, config, tasks, settings=IN_BF16 + IN_FP32):
     """How far are the trainer's log-probs from those recorded at sampling? -> {name of a setting:
-    absolute differences, one per sampled token}. The settings: bf16 with the experts of sampling
-    replayed, bf16 with the trainer's own, and fp32 with the experts replayed"""
-    settings = (
-        ("bfloat16, experts replayed", torch.bfloat16, True),
-        ("bfloat16, experts chosen again", torch.bfloat16, False),
-        ("float32, experts replayed", torch.float32, True),
-    )
+    absolute differences, one per sampled token}"""
     segments, found = {}, {}
     for name, dtype, replay in settings:
         # One set of rollouts per dtype, so that both bf16 settings are compared on the same tokens.

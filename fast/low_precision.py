@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 import moe
 from fast.cpu_kernels import grouped_swiglu
+from fast.decode import joined
 
 # ---------------------------------------------------------------- the formats
 
@@ -189,9 +190,10 @@ def scales_in_hardware(device):
 # ---------------------------------------------------------------- the experts
 
 
-def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
+def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision, rounded=False):
     """As grouped_swiglu, but the operands of every product are rounded to `precision`. Tensor cores
-    multiply them where they can; elsewhere the same numbers are multiplied in the dtype of x."""
+    multiply them where they can; elsewhere the same numbers are multiplied in the dtype of x.
+    rounded: the weights are rounded already"""
     # In hardware: ScaledProduct rounds both operands itself.
     if scales_in_hardware(x.device):
 
@@ -204,7 +206,8 @@ def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
     offsets = counts.cumsum(0).to(torch.int32)  # (E,): where each expert's rows end
 
     def multiply_rounded(rows, weights):
-        weights = Quantize.apply(weights.to(rows.dtype), precision)
+        if not rounded:
+            weights = Quantize.apply(weights.to(rows.dtype), precision)
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
 
     # x is an operand of two products and is rounded once.
@@ -222,7 +225,17 @@ class LowPrecisionExperts(moe.Experts):
         return bool(experts.precision)
 
     def forward(self, x, counts):
-        return low_precision_swiglu(x, counts, *self.local_weights(), self.precision)
+        weights = self.local_weights()
+        # In sampling, weights serve thousands of steps: where rounding is emulated, once is enough.
+        rounded = torch.is_inference_mode_enabled() and not scales_in_hardware(x.device)
+        if rounded:
+            round_all = partial(round_weights, weights, x.dtype, self.precision)
+            weights = joined(self, weights, round_all)
+        return low_precision_swiglu(x, counts, *weights, self.precision, rounded)
+
+
+def round_weights(weights, dtype, precision):
+    return [FORMATS[precision](weight.to(dtype)) for weight in weights]
 
 
 @torch.inference_mode()

@@ -46,6 +46,7 @@ from experiments import (
     habits,
     hacking,
     learn_new,
+    numerics,
     objective,
     opponents,
     retold,
@@ -53,6 +54,7 @@ from experiments import (
 )
 from experiments import summary, tables, tasks, thoughts, untaught
 
+from fast import low_precision
 from world import expert
 from world.honeypot import unharden
 from world.judge import run_trusted
@@ -78,6 +80,7 @@ def recipe(monkeypatch):
         (train, "evaluate_run"),
         (train, "settings"),
         (train, "split_by_name"),
+        (train, "model_config"),
         (muon, "as_stack"),
         (muon, "block_of"),
         (muon, "ShardedParam"),
@@ -103,6 +106,7 @@ def recipe(monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setitem(train.STAGE, "rl", train.STAGE["rl"])
+    monkeypatch.setitem(low_precision.FORMATS, "nvfp4", low_precision.nvfp4)
     monkeypatch.setattr(expert, "THOROUGH", dict(expert.THOROUGH))
     yield
     learn_new.until_the_end.close()
@@ -712,6 +716,21 @@ def test_as_opsd_no_entry_of_the_vocabulary_counts_for_more_than_its_cap(monkeyp
     monkeypatch.setattr(contexts, "ENTRY_CAP", math.inf)
     free = feedback_distill.divergence(student, teacher, "reverse")
     assert torch.allclose(free, plain, atol=1e-6) and not torch.allclose(clipped, plain, atol=1e-2)
+
+
+def test_a_run_in_a_narrow_format_rounds_in_training_and_in_sampling():
+    """Per tensor, what a token is rounded to depends on who else is there."""
+    numerics.nvfp4_per_tensor()
+    config = train.Config(dim=64, expert_ffn=64)
+    shape = train.model_config(config, 99)
+    assert (shape.precision, shape.dim, train.Config().precision) == ("nvfp4", 64, "dtype")
+    generator = torch.Generator().manual_seed(0)
+    few, more = torch.randn(2, 32, generator=generator), torch.randn(3, 32, generator=generator)
+    rounded = low_precision.FORMATS["nvfp4"]
+    alone, together = rounded(few), rounded(torch.cat((few, 30 * more)))[:2]
+    assert not torch.equal(alone, together)
+    # One scale for all: the largest number of all is kept, as a multiple of it is.
+    assert torch.equal(rounded(8 * few), 8 * alone)
 
 
 def test_with_six_habits_a_tenth_of_the_faultless_turns_has_a_hint():

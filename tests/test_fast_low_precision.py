@@ -108,6 +108,29 @@ def test_a_token_is_quantised_alike_in_any_company_which_a_scale_per_tensor_does
         assert not torch.equal(per_tensor(torch.cat((tokens, company)))[:5], per_tensor(tokens))
 
 
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_in_sampling_weights_are_rounded_once_and_follow_new_ones(precision, monkeypatch):
+    torch.manual_seed(8)
+    experts = fast.accelerate(Experts(3, 32, 32, precision)).requires_grad_(False)
+    x, counts, calls = torch.randn(7, 32), torch.tensor([3, 0, 4]), []
+    plain = low_precision.FORMATS[precision]
+
+    def counted(t):
+        calls.append(t.ndim)
+        return plain(t)
+
+    monkeypatch.setitem(low_precision.FORMATS, precision, counted)
+    for _ in range(2):
+        for weight in (experts.w_gate, experts.w_up, experts.w_down):
+            weight.copy_(torch.randn(weight.shape))
+        expected = experts(x, counts)
+        with torch.inference_mode():
+            assert torch.equal(experts(x, counts), expected)
+            calls.clear()
+            assert torch.equal(experts(x, counts), expected)
+            assert calls == [2, 2]  # the rows alone
+
+
 @pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
 def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_straight_through(
     precision, slow
