@@ -46,6 +46,7 @@ from experiments import (
     habits,
     hacking,
     learn_new,
+    more_rl,
     numerics,
     objective,
     opponents,
@@ -1213,6 +1214,35 @@ def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
     older = found[f"{folder}/as_Composer_2-2"]
     assert "--optimizer=adamw" in older.words and {*flags} < {*older.words}
     assert older.patch == "experiments.deletions:fixed_list"
+
+
+def test_mean_best_and_different_ways_are_counted_by_task(monkeypatch):
+    monkeypatch.setattr(rollout_module, "grade", lambda played: None)
+
+    def played(solved, *calls):
+        turn = SimpleNamespace(calls=[SimpleNamespace(name=name, args=["a"]) for name in calls])
+        return SimpleNamespace(solved=solved, turns=[turn])
+
+    one = [played(True, "x"), played(True, "x", "y"), played(True, "x"), played(False, "z")]
+    none = [played(False, "x"), played(False, "y")]
+    found = more_rl.measure([one, none])
+    assert found == dict(mean=0.375, best=0.5, different=pytest.approx(2 / 3))
+
+
+def test_more_rl_plays_held_out_tasks_at_its_steps_and_goes_on(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(more_rl, "TASKS_OF_A_LEVEL", 1)
+    monkeypatch.setattr(more_rl, "PASSES", 2)
+    rl = [*SMALL, *RL, f"--start_from={run}"]
+    train.main([*rl, f"--out={tmp_path}/plain"])
+    more_rl.measured()
+    train.main([*rl, f"--out={tmp_path}/measured"])
+    found = more_rl.read_measures(tmp_path / "measured")
+    assert list(found) == [0, 1] and {*found[0]} == {"mean", "best", "different"}
+    # Measuring changes nothing.
+    plain, measured = (weights(tmp_path / name / "rl") for name in ("plain", "measured"))
+    assert all(torch.equal(tensor, measured[name]) for name, tensor in plain.items())
+    more_rl.draw([tmp_path / "measured"], tmp_path / "more.png")
+    assert (tmp_path / "more.png").stat().st_size > 10_000
 
 
 def test_a_larger_model_teaches_all_that_was_sampled_and_reads_no_more(run, tmp_path, capsys):

@@ -1,0 +1,137 @@
+"""more_rl.py: Does more RL teach what no sample could do, or does it choose among what was there?
+
+Stated (Technical Report on Composer 2): mean and best of 16 rise together. 160 steps; at steps 0,
+10, 20, 40, 80 and 160 the policy plays 54 held-out tasks at high effort, 16 times each. Where only
+the mean rises, RL makes likely what the policy could do before. Of the solved rollouts of a task:
+how many different sequences of calls are among them?
+
+    160 steps
+
+    python -m experiments.more_rl
+    python -m experiments.more_rl --draw=out/more_rl/160_steps-1337
+
+Found: not run yet.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+import eval
+import length_penalty
+import rollout
+import train
+from command import drawing
+from command.flags import usage_error
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+AT = (0, 10, 20, 40, 80, 160)
+TASKS_OF_A_LEVEL, PASSES = 6, 16
+FILE = "held_out.jsonl"
+
+
+# 1. What is measured of the policy of a moment
+def measure(groups):
+    """Judged rollouts, a group for each task -> the share solved, the share of the tasks with one
+    that is, and how many different sequences of calls stand among the solved ones, for each"""
+    solved, different = [], []
+    for group in groups:
+        for played in group:
+            rollout.grade(played)
+        ways = [
+            tuple((call.name, *call.args) for turn in played.turns for call in turn.calls)
+            for played in group
+            if played.solved
+        ]
+        solved.append(len(ways) / len(group))
+        if ways:
+            different.append(len(set(ways)) / len(ways))
+    return {
+        "mean": float(np.mean(solved)),
+        "best": float(np.mean(np.array(solved) > 0)),
+        "different": float(np.mean(different or [np.nan])),
+    }
+
+
+# 2. The stage of RL, which stops for it
+class Measured(train.Reinforcement):
+    def losses(self, step, log):
+        if step in AT:
+            self.measure(step)
+        yield from super().losses(step, log)
+
+    def validate(self):
+        self.measure(self.run.config.steps)
+        return super().validate()
+
+    def measure(self, step):
+        run = self.run
+        tasks = eval.held_out(TASKS_OF_A_LEVEL, eval.read_levels(run.config.eval_levels))
+        tasks = [length_penalty.ask_for(task, "high") for task in tasks]
+        config = asdict(run.config)
+        groups = eval.play_tasks(run.model, run.tokenizer, config, tasks, passes=PASSES)
+        # A run that was stopped may measure a step again: the last line counts.
+        with open(Path(run.config.out, FILE), "a") as file:
+            file.write(json.dumps({"step": step, **measure(groups)}) + "\n")
+
+
+def measured():
+    train.STAGE["rl"] = Measured
+
+
+# 3. What a run has found, as numbers and as a figure
+def read_measures(folder):
+    """-> {step: numbers of `measure`}"""
+    lines = [json.loads(line) for line in Path(folder, FILE).read_text().splitlines()]
+    return {line.pop("step"): line for line in lines}
+
+
+def mean_and_best(folder, policies):
+    found = {}
+    for step, numbers in read_measures(folder).items():
+        found |= {f"{name} at step {step}": value for name, value in numbers.items()}
+    return found
+
+
+def draw(folders, path):
+    """A line for each run and number, over the logarithm of the steps"""
+    title = "More RL: does the best of 16 rise with the mean?"
+    figure, (left, right) = drawing.make_axes(title, "steps of RL, and one", "", 2)
+    for folder in folders:
+        found = read_measures(folder)
+        x = [step + 1 for step in found]
+        for panel, name in ((left, "mean"), (left, "best"), (right, "different")):
+            y = [numbers[name] for numbers in found.values()]
+            (line,) = panel.plot(x, y, marker="o", label=f"{name}, {Path(folder).name}")
+            panel.annotate(f"{y[-1]:.2f}", (x[-1], y[-1]), color=line.get_color())
+    for panel, said in (
+        (left, "solved: mean and best of 16"),
+        (right, "different among the solved"),
+    ):
+        panel.set(xscale="log", ylabel=said, ylim=(0, 1.05))
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+EXPERIMENT = Experiment(
+    question="More RL: does the best of 16 rise with the mean?",
+    curves=("solved", "best"),
+    arms={"160 steps": Arm(("--steps=160",), measured)},
+    more=mean_and_best,
+)
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    option, _, folders = given[0].partition("=") if given else ("", "", "")
+    if option != "--draw":
+        runner.main("experiments.more_rl", given)
+    else:
+        try:
+            draw(folders.split(","), "out/more_rl.png")
+            print("out/more_rl.png")
+        except (OSError, ValueError) as error:
+            usage_error(str(error), "experiments.more_rl")
