@@ -40,6 +40,7 @@ from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import (
+    asynchronous,
     contexts,
     deletions,
     effort,
@@ -56,6 +57,7 @@ from experiments import (
 from experiments import summary, tables, tasks, thoughts, untaught
 
 from fast import low_precision
+from fast import workers as fast_workers
 from world import expert
 from world.honeypot import unharden
 from world.judge import run_trusted
@@ -103,6 +105,7 @@ def recipe(monkeypatch):
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
         (summarize, "Compaction"),
+        (fast_workers.Generator, "__init__"),
         (synth_tasks, "Curriculum"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -1214,6 +1217,19 @@ def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
     older = found[f"{folder}/as_Composer_2-2"]
     assert "--optimizer=adamw" in older.words and {*flags} < {*older.words}
     assert older.patch == "experiments.deletions:fixed_list"
+
+
+def test_weights_between_groups_reach_a_sampler_before_a_group_and_not_within(monkeypatch):
+    monkeypatch.setattr(fast_workers, "make_sampler", lambda *given, **options: SimpleNamespace())
+    monkeypatch.setattr(fast_workers, "sample_groups", lambda sampler, *given: sampler.refresh())
+    loaded = []
+    monkeypatch.setattr(fast_workers.Generator, "refresh", lambda self: loaded.append(1))
+    given = ("folder", None, None, "cpu", None, 2, Limits(99))
+    fast_workers.Generator(*given)([], [], 0)
+    assert len(loaded) == 2
+    asynchronous.weights_between_groups()
+    fast_workers.Generator(*given, rows=3)([], [], 0)
+    assert len(loaded) == 3
 
 
 def test_mean_best_and_different_ways_are_counted_by_task(monkeypatch):

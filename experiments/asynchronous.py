@@ -1,0 +1,64 @@
+"""asynchronous.py: What does it cost to sample while the trainer learns?
+
+Stated (Technical Report on Composer 2): workers generate rollouts beside the trainer, and take new
+weights in the middle of a rollout, so that its later tokens are fresher. How old a policy may be is
+bounded and not corrected.
+
+    in turn                     one process samples, learns, and samples again: the default run
+    staleness 0, 1, 4           by how many updates the sampler may be older; one worker
+    staleness 4, whole          the same, but a worker takes new weights only between two groups
+
+    python -m experiments.asynchronous
+
+Arms run side by side, so what a step takes is compared only where each has the machine to itself:
+python -m experiments.runner --arm=experiments.asynchronous:weights_between_groups -- --stage=rl
+--workers=1 --staleness=4 --start_from=out/run --out=out/whole
+
+Found: not run yet.
+"""
+
+import sys
+
+import numpy as np
+
+from command import step_log
+from experiments import runner
+from experiments.runner import Arm, Experiment
+from fast import workers
+
+
+# Before every decoding step a sampler calls `refresh`. What a worker does before a group stays.
+def weights_between_groups():
+    begin = workers.Generator.__init__
+
+    def without_refresh(self, *given, **options):
+        begin(self, *given, **options)
+        self.sampler.refresh = lambda: None
+
+    workers.Generator.__init__ = without_refresh
+
+
+def what_it_cost(folder, policies):
+    """Means over the steps, from the step log"""
+    lines = step_log.read_step_log(folder, "rl")
+    found = {}
+    for name in ("stale", "stalest", "mismatch", "sync_bytes", "rollout_s"):
+        found[name] = float(np.mean([line[name] for line in lines if name in line] or [np.nan]))
+    return found
+
+
+EXPERIMENT = Experiment(
+    question="What does it cost to sample while the trainer learns?",
+    curves=("solved", "stale"),
+    arms={
+        "in turn": Arm(),
+        "staleness 0": Arm(("--workers=1", "--staleness=0")),
+        "staleness 1": Arm(("--workers=1", "--staleness=1")),
+        "staleness 4": Arm(("--workers=1", "--staleness=4")),
+        "staleness 4, whole": Arm(("--workers=1", "--staleness=4"), weights_between_groups),
+    },
+    more=what_it_cost,
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.asynchronous", sys.argv[1:])
