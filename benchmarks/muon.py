@@ -15,6 +15,9 @@ Sharded, each rank holds some rows of every unit, so that no unit is whole anywh
 every momentum whole on every rank multiplies as much on each as one rank does alone. Time there is
 CPU seconds of the busiest rank, gloo's threads included: the ranks share the cores of one machine,
 so the wall would say how many cores there are.
+
+Overlap: two ranks, a core for each, with one task in flight and with three, as muon.WINDOW says. A
+rank is idle where its main thread neither multiplies nor packs. The two of a pair take turns.
 """
 
 import math
@@ -22,6 +25,7 @@ import sys
 import time
 from collections import defaultdict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +36,7 @@ from fast import choose
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import RoundingMuon
 from demos.muon_steps import make_parameters
+import muon
 from muon import Muon, as_stack
 
 CACHE_BYTES = 2 << 20  # of a CPU
@@ -212,11 +217,55 @@ def bench_sharded(quick):
     )
 
 
+def measure_windows(rank, world, shapes, rounds):
+    """-> for one task in flight and for three: median seconds of a step, and the share of them in
+    which this rank is idle"""
+    params = make_parameters(shapes, DeviceMesh("cpu", torch.arange(world)))
+    optimizer = Muon([dict(params=list(params.items()))], newton_schulz=gram_newton_schulz)
+    found = {1: [], 3: []}
+    for _ in range(1 + rounds):  # the first one warms up
+        for window, rows in found.items():
+            muon.WINDOW = window
+            optimizer.plans = {}
+            optimizer.step()
+            dist.barrier()
+            wall, busy = time.perf_counter(), time.thread_time()
+            optimizer.step()
+            busy = time.thread_time() - busy
+            wall = time.perf_counter() - wall
+            rows.append((wall, 1 - busy / wall))
+    return [np.median(rows[1:], axis=0).tolist() for rows in found.values()]
+
+
+def bench_overlap(quick):
+    """The table of one task in flight against three: all matrices, and the experts alone"""
+    layer = layer_shapes(1, dim=96, hidden=128) if quick else layer_shapes(2)
+    experts = {name: shape for name, shape in layer.items() if shape[0] == 8}
+    rows = []
+    for what, shapes in (("all", layer), ("experts alone", experts)):
+        numbers = sum(math.prod(shape) for shape in shapes.values())
+        ranks = fork_ranks(2, measure_windows, shapes, 1 if quick else 9)
+        # (ranks, windows, 2): a step ends when the slower rank has ended.
+        found = np.array(ranks)
+        one, three = found[:, :, 0].max(0)
+        for i, window in enumerate((1, 3)):
+            idle = [f"{share:.0%}" for share in found[:, i, 1]]
+            seconds = f"{found[:, i, 0].max():.3f}"
+            ratio = "" if i == 0 else f"{three / one:.2f}"
+            rows.append([f"{what}, {numbers / 1e6:.1f}M", str(window), seconds, *idle, ratio])
+    print_table(
+        "two gloo ranks, a core each: tasks in flight, median seconds of a step",
+        ["matrices", "in flight", "seconds", "idle, rank 0", "rank 1", "x one"],
+        rows,
+    )
+
+
 def main(argv):
     quick = read_quick("muon", __doc__, argv)
     torch.set_num_threads(1)
     # The part that forks comes first, because a process that has used a GPU cannot fork.
     bench_sharded(quick)
+    bench_overlap(quick)
     bench_one_device("cuda" if torch.cuda.is_available() else "cpu", quick)
 
 
