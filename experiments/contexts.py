@@ -221,7 +221,7 @@ def make_patch(context):
     return patch
 
 
-# Who teaches, and by which divergence, are constants of the recipe: each is changed where it stands.
+# Who teaches and by which divergence are constants of the recipe: each is changed where it stands.
 def current_teacher():
     feedback_distill.TEACHER = "current"
 
