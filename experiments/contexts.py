@@ -11,7 +11,8 @@ above which turn:
     no words                the same, empty
     the specification       above an edit that put a function back wrongly: its line of the docs
                             (OPSD, 2601.18734: privileged knowledge; "as OPSD" also has that paper's
-                            forward KL, clipped entry by entry, and its frozen teacher)
+                            forward KL, clipped entry by entry, and its frozen teacher; "text alone"
+                            teaches what the edit writes, and not the decision to write)
     the failing test        above the same edit: what the next test run said of the function (SDPO,
                             2601.20802: feedback of the environment)
     a solved sibling        above the same edit: how a solved rollout of the group wrote it (SDPO)
@@ -46,6 +47,7 @@ look what only its teacher has read. A sibling's edit takes it from .40 to .47, 
 .36 over .78 (step 10) to .27. The other arms have not been run.
 """
 
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +75,12 @@ def targets_of(played):
     return [Function(**target) for target in played.task.meta.get("targets", ())]
 
 
+def writes_function(call, name=r"\w+"):
+    """Is it an edit that writes a function, of this name where one is given?"""
+    is_edit = call.name == "edit_file" and len(call.args) == 3 and not call.error
+    return is_edit and bool(re.search(rf"def {name}\(", call.args[2]))
+
+
 def find_edits(played):
     """-> [(segment, turn, number of the call, target, the text that it writes)] of all edits that
     write one of the task's functions"""
@@ -81,10 +89,8 @@ def find_edits(played):
         for i, turn in enumerate(segment.turns):
             calls = turn.calls if turn.role == "assistant" else ()
             for n, call in enumerate(calls):
-                if call.name != "edit_file" or len(call.args) != 3 or call.error:
-                    continue
                 for target in targets_of(played):
-                    if f"def {target.name}(" in call.args[2]:
+                    if writes_function(call, target.name):
                         found.append((e, i, n, target, call.args[2]))
     return found
 
@@ -260,6 +266,22 @@ def as_opsd():
     feedback_distill.divergence, feedback_distill.TEACHER = clipped_divergence, "frozen"
 
 
+def find_written_text(tokenizer, turn, hint):
+    """(first, end) of what the turn's first edit of a function writes, in the place of the whole
+    turn"""
+    edits = [n for n, call in enumerate(turn.calls) if writes_function(call)]
+    last = len(turn.calls[edits[0]].args[2]) - 1
+    first, _ = tokenizer.find_written_character(turn, edits[0], 0)
+    _, end = tokenizer.find_written_character(turn, edits[0], last)
+    return first, end
+
+
+def specification_of_text():
+    """What the teacher has read says what to write, and not when."""
+    train.STAGE["rl"] = stage_with(specification)
+    feedback_distill.find_hinted_tokens = find_written_text
+
+
 class LargerTeacher(feedback_distill.Teacher):
     """Another model than the policy's, in a module of its own, which stays as it is"""
 
@@ -427,6 +449,7 @@ EXPERIMENT = Experiment(
     arms={
         "reward alone": Arm((*SHORT, "--feedback=0")),
         **{one.__name__.replace("_", " "): Arm(SHORT, make_patch(one)) for one in CONTEXTS},
+        "specification, text alone": Arm(SHORT, specification_of_text),
         "as OPSD": Arm(SHORT, as_opsd),
         "as stated": Arm(SHORT, as_stated),
         "current": Arm(SHORT, current_teacher),

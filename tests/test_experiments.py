@@ -103,6 +103,7 @@ def recipe(monkeypatch):
         (length_penalty, "SETTINGS"),
         (length_penalty, "read_weights"),
         (feedback_distill, "divergence"),
+        (feedback_distill, "find_hinted_tokens"),
         (feedback_distill, "TEACHER"),
         (feedback_distill, "DIVERGENCE"),
         (summarize, "Compaction"),
@@ -495,6 +496,15 @@ def test_each_context_says_what_its_head_says_above_the_turn_that_was_wrong():
     # Of a solved rollout nothing is wrong, and a group without one has no sibling to read.
     assert not contexts.wrong_edits(group[0]) and not contexts.demonstration(group[0], group)
     assert not contexts.solved_sibling(wrong, [wrong])
+
+
+def test_of_a_wrong_edit_the_text_alone_is_taught():
+    wrong, group, first = group_with_a_wrong_edit()
+    contexts.specification_of_text()
+    feedback_distill.attach_hints(BYTES, wrong, contexts.specification(wrong, group))
+    (spliced,) = wrong.segments[0].hints
+    taught = BYTES.decode(spliced.turn[spliced.first : spliced.end])
+    assert taught == wrong.turns[1].calls[0].args[2] and first.name in taught
 
 
 def test_a_context_gets_into_training_with_its_group():
@@ -1306,7 +1316,7 @@ def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, 
     asked = fake_runs(monkeypatch)
     runner.main("experiments.contexts", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
     arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
-    assert len(arms) == len(contexts.EXPERIMENT.arms) == 16
+    assert len(arms) == len(contexts.EXPERIMENT.arms) == 17
     assert all([w for w in words if "--steps" in w] == ["--steps=2"] for words in arms)
     asked.clear()
     runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
