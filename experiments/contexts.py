@@ -266,10 +266,16 @@ def as_opsd():
     feedback_distill.divergence, feedback_distill.TEACHER = clipped_divergence, "frozen"
 
 
+plain_find = feedback_distill.find_hinted_tokens
+
+
 def find_written_text(tokenizer, turn, hint):
     """(first, end) of what the turn's first edit of a function writes, in the place of the whole
     turn"""
     edits = [n for n, call in enumerate(turn.calls) if writes_function(call)]
+    # The rules of an evaluation have hints on other turns, too.
+    if hint.call is not None or not edits:
+        return plain_find(tokenizer, turn, hint)
     last = len(turn.calls[edits[0]].args[2]) - 1
     first, _ = tokenizer.find_written_character(turn, edits[0], 0)
     _, end = tokenizer.find_written_character(turn, edits[0], last)

@@ -506,6 +506,11 @@ def test_of_a_wrong_edit_the_text_alone_is_taught():
     (spliced,) = wrong.segments[0].hints
     taught = BYTES.decode(spliced.turn[spliced.first : spliced.end])
     assert taught == wrong.turns[1].calls[0].args[2] and first.name in taught
+    # A hint on a turn without an edit speaks about all of it, as before.
+    whole = feedback_distill.Hint("", segment=0, turn=3)
+    turn = wrong.segments[0].turns[3]
+    found = feedback_distill.find_hinted_tokens(BYTES, turn, whole)
+    assert found == (0, len(turn.tokens) - turn.head)
 
 
 def test_a_context_gets_into_training_with_its_group():
