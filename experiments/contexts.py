@@ -41,10 +41,11 @@ an edit wrote becomes least likely, there it came from.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
-(+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
-commit 78d166f) the specification ruins the policy, .41 to .16 solved: it learns to write without a
-look what only its teacher has read. A sibling's edit takes it from .40 to .47, and training from
-.36 over .78 (step 10) to .27. The other arms have not been run.
+(+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps)
+every context that tells of an edit ruins the policy in the end, which learns to write without a
+look what only its teacher has read: .51 solved before, .19 by the failing test, .26 by the
+demonstration, .63 where the text alone is taught; .77 by the rule, .92 by the reward alone. Other
+arms have not been run.
 """
 
 import re
