@@ -44,8 +44,8 @@ a token): it heeds that a hint stands there. Only the specification makes the ri
 (+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps)
 every context that tells of an edit ruins the policy in the end, which learns to write without a
 look what only its teacher has read: .51 solved before, .19 by the failing test, .26 by the
-demonstration, .63 where the text alone is taught; .77 by the rule, .92 by the reward alone. Other
-arms have not been run.
+demonstration, .37 by the specification, .63 where its text alone is taught; .77 by the rule, .92 by
+the reward alone. Other arms have not been run.
 """
 
 import re
