@@ -468,12 +468,5 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    option, _, folder = given[0].partition("=") if given else ("", "", "")
-    if option not in ("--gap", "--places"):
-        runner.main("experiments.contexts", given)
-    else:
-        try:
-            {"--gap": print_gaps, "--places": print_places}[option](folder)
-        except (ValueError, OSError) as error:
-            usage_error(str(error), "experiments.contexts")
+    others = {"--gap": print_gaps, "--places": print_places}
+    runner.main_or("experiments.contexts", sys.argv[1:], others)

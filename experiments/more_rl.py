@@ -25,7 +25,6 @@ import length_penalty
 import rollout
 import train
 from command import drawing
-from command.flags import usage_error
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
@@ -86,6 +85,8 @@ def measured():
 # 3. What a run has found, as numbers and as a figure
 def read_measures(folder):
     """-> {step: numbers of `measure`}"""
+    if not Path(folder, FILE).exists():
+        raise ValueError(f"{folder}: no run of this experiment (it has no {FILE})")
     lines = [json.loads(line) for line in Path(folder, FILE).read_text().splitlines()]
     return {line.pop("step"): line for line in lines}
 
@@ -117,6 +118,12 @@ def draw(folders, path):
     figure.savefig(path, dpi=120)
 
 
+def draw_runs(folders):
+    """folders: of runs, with commas"""
+    draw(folders.split(","), "out/more_rl.png")
+    print("out/more_rl.png")
+
+
 EXPERIMENT = Experiment(
     question="More RL: does the best of 16 rise with the mean?",
     curves=("solved", "best"),
@@ -125,13 +132,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    option, _, folders = given[0].partition("=") if given else ("", "", "")
-    if option != "--draw":
-        runner.main("experiments.more_rl", given)
-    else:
-        try:
-            draw(folders.split(","), "out/more_rl.png")
-            print("out/more_rl.png")
-        except (OSError, ValueError) as error:
-            usage_error(str(error), "experiments.more_rl")
+    runner.main_or("experiments.more_rl", sys.argv[1:], {"--draw": draw_runs})

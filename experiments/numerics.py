@@ -30,7 +30,6 @@ import torch
 import eval
 import fast
 import train
-from command.flags import usage_error
 from command.policy_report import report_mismatch
 from experiments import runner
 from experiments.runner import Arm, Experiment
@@ -98,12 +97,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    option, _, folder = given[0].partition("=") if given else ("", "", "")
-    if option != "--table":
-        runner.main("experiments.numerics", given)
-    else:
-        try:
-            print_differences(folder)
-        except (ValueError, OSError) as error:
-            usage_error(str(error), "experiments.numerics")
+    runner.main_or("experiments.numerics", sys.argv[1:], {"--table": print_differences})

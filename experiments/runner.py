@@ -350,6 +350,18 @@ def run_plans(name, plans):
 # ---------------------------------------------------------------- the command
 
 
+def main_or(module, argv, others):
+    """The command of an experiment that can also be asked without training. others: {option: a
+    function of its value}, in the place of the runs"""
+    option, _, value = argv[0].partition("=") if argv else ("", "", "")
+    if option not in others:
+        return main(module, argv)
+    try:
+        others[option](value)
+    except (ValueError, OSError) as error:
+        command_flags.usage_error(str(error), module)
+
+
 def main(module, argv):
     """The command of an experiment. module: its name, such as experiments.feedback"""
     name = module.rpartition(".")[2]

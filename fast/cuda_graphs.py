@@ -76,7 +76,7 @@ class CapturedSteps:
         return sum(weight._version for weight in self.weights)
 
     def run(self, size, function, given):
-        """-> function(given). given: on the CPU. size: all that decides which kernels run."""
+        """-> function(given). size: all that decides which kernels run."""
         # What the twins keep of the weights follows them, in its place.
         if self.count_changes() != self.changes:
             for module in self.modules:

@@ -56,7 +56,7 @@ class GraphMuon(Muon):
         function = partial(self.orthogonalize_all, params=params, tasks=tasks)
         found = self.captured.run(size, function, gradients)
 
-        # Weight decay, and the orthogonalized matrices.
+        # Cut apart again, they move the weights, by the learning rate of this step.
         units = [unit for task in tasks for unit in task.own_pieces]
         pieces = found.split([math.prod(unit.shape) for unit in units])
         pieces = [piece.view(unit.shape) for piece, unit in zip(pieces, units)]
