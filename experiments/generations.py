@@ -52,6 +52,7 @@ EXPERIMENT = Experiment(
     stages=(),
     by_level=("solved",),
     more=what_a_user_sees,
+    scatters=(("tokens", "solved"),),
 )
 
 if __name__ == "__main__":

@@ -258,6 +258,7 @@ EXPERIMENT = Experiment(
     },
     more=learned_and_forgotten,
     by_seed=("new", "other levels before", "other levels after"),
+    scatters=(("other levels after", "new"),),
 )
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class Experiment:
     # numbers of the run's end
     more: Callable = lambda folder, policies: {}
     by_seed: tuple = ()  # numbers of the end that are printed run by run, too
+    # (x, y): numbers of the end that the figure sets against each other, a point for each run
+    scatters: tuple = ()
 
 
 @dataclass(frozen=True)

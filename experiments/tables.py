@@ -166,13 +166,20 @@ def list_runs(results, seeds, columns):
     return "\n".join(align_columns(rows))
 
 
+def rank_correlation(x, y):
+    """Spearman's: 1 where the larger x always has the larger y, -1 where the smaller; numbers
+    without ties; nan for fewer than two"""
+    ranks = [np.argsort(np.argsort(values)) for values in (x, y)]
+    return float(np.corrcoef(*ranks)[0, 1]) if len(x) > 1 else math.nan
+
+
 def draw_curves(experiment, results, path):
     """Mean over the seeds, and each of them: by step (running means), for some by the level of
-    held-out tasks"""
+    held-out tasks; for some, numbers against each other, a point for each run"""
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
-    panels = len(curves) + len(levels)
+    panels = len(curves) + len(levels) + len(experiment.scatters)
     figure, ax = drawing.make_axes(experiment.question, "step", "", panels)
     axes = list(np.atleast_1d(ax))
 
@@ -196,6 +203,15 @@ def draw_curves(experiment, results, path):
             panel.plot(range(len(before)), before, "k--", label=f"{arm}, before")
         panel.set_xticks(range(len(first["level_names"])), first["level_names"])
         panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
+
+    # Numbers against each other, and how well one orders the other.
+    for panel, (x, y) in zip(axes[len(curves) + len(levels) :], experiment.scatters):
+        found = {}
+        for arm, runs in results.items():
+            found[arm] = np.array([(run["end"][x], run["end"][y]) for run in runs])
+            panel.scatter(*found[arm].T, label=arm)
+        rank = rank_correlation(*np.concatenate([*found.values()]).T)
+        panel.set(xlabel=x, ylabel=y, title=f"rank correlation {rank:.2f}")
 
     # One legend: the colours are the same in all panels.
     panel.legend(fontsize=8)

@@ -52,6 +52,7 @@ from experiments import (
     numerics,
     objective,
     opponents,
+    pretraining,
     retold,
     runner,
 )
@@ -1093,6 +1094,7 @@ def fake_runs(monkeypatch):
         lines[-1]["constants"] = 0.9
         if "--stage=rl" not in words and "--stage=eval" not in words:
             (out / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (out / "pretrain.jsonl").write_text('{"step": 1, "held_out_loss": 3.5}\n')
         whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1], finished=1.0)
         policy = {"overall": whole, "levels": {"0": whole, "1": whole}}
         table = "this command: 14.0 minutes, 3.1 GB at most in 2 processes"
@@ -1203,10 +1205,12 @@ def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_t
 
 def test_an_experiment_on_pretraining_changes_that_stage_alone(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
+    # No run has left a policy.
+    monkeypatch.setattr(pretraining, "loss_on_codebases", lambda folder: 0.25)
     runner.main("experiments.pretraining", ["--seeds=2", f"--out={tmp_path}", "--dim=64"])
 
-    def arm(n):
-        out = f"--out={tmp_path}/pretraining/{n}_steps-2"
+    def arm(n, name="steps"):
+        out = f"--out={tmp_path}/pretraining/{n}_{name}-2"
         stages = ("pretrain", "long", "sft", "rl", "eval")
         own = [(f"--steps={n}",), (), (), (), ()]
         return [
@@ -1216,15 +1220,66 @@ def test_an_experiment_on_pretraining_changes_that_stage_alone(tmp_path, monkeyp
 
     base = (f"--out={tmp_path}/base-2", "--seed=2", "--dim=64")
     # The arms run side by side, each in its order.
-    assert asked[0].words == base and len(asked) == 11
-    for n in (30, 480):
-        out = arm(n)[0][1]
-        assert [job.words for job in asked if out in job.words] == arm(n)
+    assert asked[0].words == base and len(asked) == 26
+    with_codebases = [(n, "steps-with_codebases") for n in (30, 120, 480)]
+    for which in ((30,), (480,), *with_codebases):
+        wanted = arm(*which)
+        jobs = [job for job in asked if wanted[0][1] in job.words]
+        assert [job.words for job in jobs] == wanted
+        patch = "experiments.pretraining:with_codebases" if len(which) > 1 else ""
+        assert [job.patch for job in jobs] == [patch, "", "", "", ""]
     data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
     ends = [run["end"] for runs in data["results"].values() for run in runs]
-    assert [end["loss after SFT"] for end in ends] == [0.5] * 3
+    assert [end["loss after SFT"] for end in ends] == [0.5] * 6
+    assert [end["loss on codebases"] for end in ends] == [0.25] * 6
     assert ends[0]["reward: last 5"] == pytest.approx(np.mean([0.5, 0.8, 1.0]))
     assert "loss after SFT" in data["table"] and "nan" not in data["table"]
+
+
+def test_half_of_the_text_is_codebases_of_the_training_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretraining, "CODEBASES", 6)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(f"{name} = 1\n" * 2000)
+    config = train.Config(stage="pretrain", data=str(tmp_path), context=16, seed=2)
+    run = SimpleNamespace(config=config, tokenizer=BYTES, say=print)
+    plain, mixed = train.Text(run), pretraining.WithCodebases(run)
+    assert len(mixed.train) == 2 * len(plain.train)
+    assert torch.equal(mixed.train[: len(plain.train)], plain.train)
+    assert torch.equal(mixed.held, plain.held)
+    # The other half holds every file of the tasks, whole, and not the runner of the tests. The
+    # first file has no token of a text's end before it.
+    end = BYTES.id["<|text|>"]
+    other = mixed.train[len(plain.train) :].tolist()
+    for i in range(6):
+        task = synth_tasks.make_task(i, (2 << 24) + i)
+        for path, text in {**task.files, **task.solution}.items():
+            tokens = [end, *BYTES.encode(text), end]
+            found = any(
+                other[place : place + len(tokens)] == tokens
+                for place in range(len(other))
+                if other[place] == end
+            )
+            assert found == (path != "check.py") or (i, path) == (0, min(task.files))
+
+
+def test_windows_cover_a_stream_once_and_losses_stand_token_by_token():
+    rows = pretraining.cut_windows(list(range(11)), 4)
+    assert rows.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    model = moe.ModelConfig(vocab=16, layers=1, dim=32, heads=2).build_model()
+    torch.nn.init.normal_(model.head.weight)
+    found = pretraining.token_losses(model, rows)  # (2, 4)
+    for i in range(2):
+        logits = model.head(model.norm(model(rows[i : i + 1, :-1])))[0]
+        wanted = torch.nn.functional.cross_entropy(logits, rows[i, 1:], reduction="none")
+        assert torch.allclose(found[i], wanted, atol=1e-5)
+
+
+def test_a_rank_correlation_is_of_the_order_alone():
+    assert tables.rank_correlation([1, 2, 30], [5, 6, 6.5]) == pytest.approx(1)
+    assert tables.rank_correlation([1, 2, 30], [5, 4, -100]) == pytest.approx(-1)
+    # 1 - 6 * (1 + 1 + 0 + 0) / (4 * 15), by the formula of squared differences of ranks
+    assert tables.rank_correlation([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(0.8)
+    assert math.isnan(tables.rank_correlation([1], [2]))
 
 
 def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
