@@ -48,6 +48,7 @@ demonstration, .37 by the specification, .63 where its text alone is taught; .77
 the reward alone. Other arms have not been run.
 """
 
+import math
 import re
 import sys
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ import fast
 import feedback_distill
 import rollout
 import train
-from command import checkpoints
+from command import checkpoints, step_log
 from command.flags import usage_error
 from experiments import runner
 from experiments.opponents import RULES
@@ -448,7 +449,20 @@ def print_places(folder):
             print(f"{label:24s}{len(chosen):6d}{shares[0]:19.2f}{shares[1]:23.2f}")
 
 
-# 6. The arms
+# 6. What does the teaching cost?
+def cost_of_teaching(folder, policies):
+    """Of all steps. A forward with its backward is three forwards."""
+    lines = step_log.read_step_log(folder, "rl")
+    distilled, teacher, trained = (
+        sum(line.get(name, 0) for line in lines) for name in ("flagged", "teacher_tokens", "tokens")
+    )
+    return {
+        "tokens distilled": distilled,
+        "teacher's FLOPs over the trainer's": teacher / (3 * trained) if trained else math.nan,
+    }
+
+
+# 7. The arms
 SHORT = ("--steps=20",)
 EXPERIMENT = Experiment(
     question="What should the teacher read, and who is it?",
@@ -465,6 +479,8 @@ EXPERIMENT = Experiment(
         "JSD": Arm(SHORT, jensen_shannon),
         "a larger model": Arm(SHORT, larger_teacher),
     },
+    more=cost_of_teaching,
+    by_seed=("solved", "wrong tool", "tokens", "moved", "tokens distilled"),
 )
 
 if __name__ == "__main__":

@@ -1274,6 +1274,13 @@ def test_windows_cover_a_stream_once_and_losses_stand_token_by_token():
         assert torch.allclose(found[i], wanted, atol=1e-5)
 
 
+def test_the_cost_of_a_teacher_is_its_forwards_beside_the_trainers(tmp_path):
+    lines = [dict(step=n, flagged=10, teacher_tokens=300 * n, tokens=1000) for n in (1, 2)]
+    (tmp_path / "rl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = contexts.cost_of_teaching(tmp_path, {})
+    assert [*found.values()] == [20, pytest.approx(900 / 6000)]
+
+
 def test_a_rank_correlation_is_of_the_order_alone():
     assert tables.rank_correlation([1, 2, 30], [5, 6, 6.5]) == pytest.approx(1)
     assert tables.rank_correlation([1, 2, 30], [5, 4, -100]) == pytest.approx(-1)
