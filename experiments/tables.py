@@ -167,10 +167,17 @@ def list_runs(results, seeds, columns):
 
 
 def rank_correlation(x, y):
-    """Spearman's: 1 where the larger x always has the larger y, -1 where the smaller; numbers
-    without ties; nan for fewer than two"""
-    ranks = [np.argsort(np.argsort(values)) for values in (x, y)]
-    return float(np.corrcoef(*ranks)[0, 1]) if len(x) > 1 else math.nan
+    """Spearman's: 1 where the larger x always has the larger y, -1 where it has the smaller one;
+    nan where all numbers of a side are equal"""
+    if min(len(set(x)), len(set(y))) < 2:
+        return math.nan
+    ranks = []
+    for values in (x, y):
+        # Numbers that are equal share the mean of their places.
+        ordered = np.sort(values)
+        places = [np.searchsorted(ordered, values, side) for side in ("left", "right")]
+        ranks.append(np.mean(places, axis=0))
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def draw_curves(experiment, results, path):
@@ -211,7 +218,9 @@ def draw_curves(experiment, results, path):
             found[arm] = np.array([(run["end"][x], run["end"][y]) for run in runs])
             panel.scatter(*found[arm].T, label=arm)
         rank = rank_correlation(*np.concatenate([*found.values()]).T)
-        panel.set(xlabel=x, ylabel=y, title=f"rank correlation {rank:.2f}")
+        panel.set(xlabel=x, ylabel=y)
+        if not math.isnan(rank):
+            panel.set(title=f"rank correlation {rank:.2f}")
 
     # One legend: the colours are the same in all panels.
     panel.legend(fontsize=8)

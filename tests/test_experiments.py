@@ -1286,7 +1286,9 @@ def test_a_rank_correlation_is_of_the_order_alone():
     assert tables.rank_correlation([1, 2, 30], [5, 4, -100]) == pytest.approx(-1)
     # 1 - 6 * (1 + 1 + 0 + 0) / (4 * 15), by the formula of squared differences of ranks
     assert tables.rank_correlation([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(0.8)
-    assert math.isnan(tables.rank_correlation([1], [2]))
+    # Equal numbers share a place: ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4, by hand
+    assert tables.rank_correlation([1, 2, 2, 9], [5, 6, 7, 8]) == pytest.approx(4.5 / 22.5**0.5)
+    assert math.isnan(tables.rank_correlation([1, 2], [2, 2]))
 
 
 def test_an_arm_without_stages_is_one_whole_run(tmp_path, monkeypatch):
