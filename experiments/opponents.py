@@ -12,6 +12,7 @@ turns as the hint, and only what is made of them differs.
     scalar and hint      both
 
     python -m experiments.opponents
+    python -m experiments.opponents --lengths=out/long    runs of other lengths, in folders ARM-NAME
 
 steps to half: the first step at which the mean of five is half of the first; one more than there
 were, if there is none. wrong, offered, no call: where the policy before RL has called a tool that
@@ -26,6 +27,7 @@ as the hint (8 steps, at 4 turns and at 10). Figure: figures/opponents.png.
 
 import math
 import sys
+from pathlib import Path
 
 import torch
 
@@ -33,7 +35,7 @@ import eval
 import feedback_distill
 import rollout
 import train
-from command import checkpoints, learning_curves, step_log
+from command import checkpoints, drawing, learning_curves, step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
@@ -120,7 +122,40 @@ def call_choices(model, tokenizer, played, hint):
     return probability(wrong), sum(map(probability, named)), 1 - probability([call])
 
 
-# 4. The arms
+# 4. Do the arms part where rollouts are longer?
+def read_lengths(folder):
+    """Runs in folders ARM-NAME -> {arm: [(turns of a rollout in the first five steps, steps to
+    half, steps) of each run, the shortest first]}"""
+    found = {}
+    for path in sorted(Path(folder).glob("*-*/rl.jsonl")):
+        lines = step_log.read_step_log(path.parent, "rl")
+        turns = learning_curves.mean_known([line["turns"] for line in lines[:5]])
+        half = steps_to_half([line["bad_tool"] for line in lines])
+        found.setdefault(path.parent.name.partition("-")[0], []).append((turns, half, len(lines)))
+    if not found:
+        raise ValueError(f"{folder}: no runs there (folders ARM-NAME with an rl.jsonl)")
+    return {arm: sorted(points) for arm, points in found.items()}
+
+
+def print_lengths(folder):
+    found = read_lengths(folder)
+    figure, ax = drawing.make_axes(
+        "Does the length of a rollout part them?", "turns, first five steps", "steps to half"
+    )
+    for arm, points in found.items():
+        turns, half, steps = zip(*points)
+        ax.plot(turns, half, marker="o", label=arm)
+        said = [
+            f"{n:.0f} turns: {'not in ' if h > of else ''}{min(h, of)}"
+            for n, h, of in zip(turns, half, steps)
+        ]
+        print(f"{arm:12s}{', '.join(said)}")
+    ax.set_ylim(bottom=0)
+    ax.legend()
+    figure.savefig(Path(folder, "lengths.png"), dpi=120)
+
+
+# 5. The arms
 EXPERIMENT = Experiment(
     question="A hint at the turn, or a price in the reward",
     curves=("bad_tool", "solved"),
@@ -136,4 +171,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    runner.main("experiments.opponents", sys.argv[1:])
+    runner.main_or("experiments.opponents", sys.argv[1:], {"--lengths": print_lengths})

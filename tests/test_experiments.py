@@ -1274,6 +1274,27 @@ def test_windows_cover_a_stream_once_and_losses_stand_token_by_token():
         assert torch.allclose(found[i], wanted, atol=1e-5)
 
 
+def test_lengths_are_told_arm_by_arm_from_short_to_long(tmp_path, capsys):
+    def write(name, turns, bad):
+        lines = [dict(step=i + 1, turns=turns, bad_tool=b) for i, b in enumerate(bad)]
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "rl.jsonl").write_text(text)
+
+    write("hint-b", 20, [0.4] * 5 + [0.0] * 3)
+    write("hint-a", 4, [0.4] * 5 + [0.1] * 2)
+    write("scalar-b", 20, [0.4] * 6)
+    found = opponents.read_lengths(tmp_path)
+    # Means of five: 0.4, then 0.34, 0.28 in a; 0.32, 0.24, 0.16 in b, whose eighth is the first
+    # below a half of 0.4.
+    assert found == {"hint": [(4, 8, 7), (20, 8, 8)], "scalar": [(20, 7, 6)]}
+    opponents.print_lengths(tmp_path)
+    said = capsys.readouterr().out
+    assert "4 turns: not in 7, 20 turns: 8" in said and (tmp_path / "lengths.png").exists()
+    with pytest.raises(ValueError, match="no runs there"):
+        opponents.read_lengths(tmp_path / "other")
+
+
 def test_the_cost_of_a_teacher_is_its_forwards_beside_the_trainers(tmp_path):
     lines = [dict(step=n, flagged=10, teacher_tokens=300 * n, tokens=1000) for n in (1, 2)]
     (tmp_path / "rl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
