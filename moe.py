@@ -20,8 +20,10 @@ fp32 residual stream, initialisation, the balancing rate.
     drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) predicts x_t+2;
                 learned from the main head's logits at t+1
 
-Left out: dropout; every faster way to compute the same. RMSNorm, Experts, MoE, Attention and
-Model.logprobs have fast twins, which step aside where one edits what they stand for
+Left out: dropout; every faster way to compute the same; the Report's rule that a replayed expert
+which now scores far below the router's own choice gives way to it (what a threshold changes here:
+experiments/README.md, "How far apart are sampler and trainer?"). RMSNorm, Experts, MoE, Attention
+and Model.logprobs have fast twins, which step aside where one edits what they stand for
 (fast/twins.py). The model knows no ranks: hsdp.py replaces two methods, MoE.dispatch (tokens travel
 to their experts) and Attention.gather_entries (latents of the whole sequence).
 
@@ -67,8 +69,6 @@ class ModelConfig:
     expert_ffn: int = 128
     route_scale: float = 1.0  # (Kimi K2: 2.827)
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
-    # a replayed expert must score at least this share of the router's K-th best, or is replaced
-    plausible: float = 0.0
     # number format of the expert products: "mxfp8", "nvfp4", or "" = the dtype of compute_in()
     precision: str = ""
     mtp: int = 0  # 1: a head that drafts the token after the next
@@ -275,11 +275,9 @@ class Router(nn.Module):
         experts out."""
         return biased
 
-    def forward(self, x, replay=None, plausible=0.0):
+    def forward(self, x, replay=None):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
-        >= 0; the gates still come from the scores of now, with their gradient. A replayed expert
-        that scores below plausible * (the router's own K-th best) gives way to the router's
-        candidate."""
+        >= 0; the gates still come from the scores of now, with their gradient."""
         score = self.score_experts(x)  # (M, E)
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
@@ -287,7 +285,7 @@ class Router(nn.Module):
         preference = self.rule_out_experts(biased)  # (M, E)
         # A replayed expert is put 1,000 ahead of all others, so it is chosen.
         if replay is not None:
-            replayed = self.find_replayed(replay, score.detach(), plausible)  # (M, E)
+            replayed = self.find_replayed(replay)  # (M, E)
             preference = torch.where(replayed, biased + 1e3, preference)
         choice = preference.topk(self.k)[1]  # (M, K)
 
@@ -297,14 +295,11 @@ class Router(nn.Module):
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
         return choice, gates if self.scale == 1 else gates * self.scale
 
-    def find_replayed(self, replay, score, plausible):
-        """replay (M, K), -1 = none -> (M, E): True where an expert was recorded and is plausible"""
-        # Weights have moved since sampling: an expert that now scores far below is no choice.
-        floor = plausible * score.topk(self.k)[0][:, -1:]  # (M, 1)
+    def find_replayed(self, replay):
+        """replay (M, K), -1 = none -> (M, E): True where an expert was recorded"""
         # An extra column in front takes the -1s, and is cut off.
-        given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0))  # (M, 1 + E)
-        given = given.scatter_(1, replay.long() + 1, True)[:, 1:]  # (M, E)
-        return given & (score >= floor)
+        given = replay.new_zeros(len(replay), 1 + len(self.bias), dtype=torch.bool)
+        return given.scatter_(1, replay.long() + 1, True)[:, 1:]
 
 
 class MoE(nn.Module):
@@ -315,7 +310,6 @@ class MoE(nn.Module):
         self.router = router(config)
         self.experts = Experts(config.experts, config.dim, config.expert_ffn, config.precision)
         self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
-        self.plausible = config.plausible
 
     def dispatch(self, permuted, tokens_per_expert, experts):
         """Each row through its expert. Expert parallelism (hsdp.py) replaces this by an all-to-all
@@ -330,7 +324,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)  # (M, D)
         if replay is not None:
             replay = replay.flatten(0, 1)  # (M, K)
-        choice, gates = self.router(tokens, replay, self.plausible)  # (M, K) each
+        choice, gates = self.router(tokens, replay)  # (M, K) each
         if record is not None:
             record.append(choice.view(*x.shape[:2], -1))
 

@@ -325,7 +325,7 @@ class FastMoE(MoE):
         tokens = x.flatten(0, 1)  # (M, D)
         if replay is not None:
             replay = replay.flatten(0, 1)  # (M, K)
-        choice, gates = self.router(tokens, replay, self.plausible)  # (M, K) each
+        choice, gates = self.router(tokens, replay)  # (M, K) each
         if record is not None:
             record.append(choice.view(*x.shape[:2], -1))
 

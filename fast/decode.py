@@ -147,7 +147,7 @@ class WideMoE(MoE):
         tokens = x.flatten(0, 1)  # (M, D)
         if replay is not None:
             replay = replay.flatten(0, 1)  # (M, K)
-        choice, gates = self.router(tokens, replay, self.plausible)  # (M, K) each
+        choice, gates = self.router(tokens, replay)  # (M, K) each
         if record is not None:
             record.append(choice.view(*x.shape[:2], -1))
         return self.all_experts(tokens, choice, gates).unflatten(0, x.shape[:2])

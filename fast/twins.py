@@ -46,11 +46,11 @@ TWINS = (
     Twin("fast.cpu_kernels:FastRMSNorm", ("moe.RMSNorm.forward",), "075fdb217d231058"),
     Twin("fast.cpu_kernels:FastExperts", ("moe.Experts.forward",), "aaa510d31eeb06bd"),
     Twin("fast.low_precision:LowPrecisionExperts", ("moe.Experts.forward",), "aaa510d31eeb06bd"),
-    Twin("fast.cpu_kernels:FastMoE", ("moe.MoE.forward",), "3abd07edf7f8eedb"),
+    Twin("fast.cpu_kernels:FastMoE", ("moe.MoE.forward",), "f62bea2bca612f3d"),
     Twin(
         "fast.decode:WideMoE",
         ("moe.MoE.forward", "moe.Experts.forward", "moe.FFN.forward"),
-        "1bf46ed31eb74cd9",
+        "8edc03c2a8746e93",
     ),
     Twin(
         "fast.decode:FastAttention",

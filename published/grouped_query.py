@@ -82,10 +82,15 @@ KIMI_SHAPE = {
 }
 
 
+# A field of earlier versions, which no flag could change
+GONE = "plausible"
+
+
 def config_of(values):
     """{field: value}, as a checkpoint keeps a model's configuration -> a ModelConfig where the
     model has the shape of Kimi K2, else a VariantConfig. Checkpoints of earlier versions name the
     fields of both, so the values decide and not the names."""
+    values = {name: value for name, value in values.items() if name != GONE}
     if all(values.get(name, default) == default for name, default in KIMI_SHAPE.items()):
         own = {name: values[name] for name in values if name not in {"kv_heads", *KIMI_SHAPE}}
         return ModelConfig(**own)

@@ -492,26 +492,6 @@ def test_places_that_were_not_recorded_route_freely_beside_replayed_ones():
     assert not torch.equal(choice, free)
 
 
-def test_an_implausible_replayed_expert_gives_way_to_the_routers_candidate():
-    router = Router(dataclasses.replace(SMALL, dim=6))
-    router.weight.data = torch.eye(6)
-    # Scores, the sigmoid of x: .953 .881 .731 .500 .269 .007; the second best is .881.
-    x = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -5.0]])
-    replay = torch.tensor([[5, 3]])
-    chosen = lambda plausible: set(router(x, replay, plausible)[0][0].tolist())
-    assert chosen(0.0) == {5, 3} and chosen(0.3) == {0, 3} and chosen(0.6) == {0, 1}
-
-
-def test_the_models_configuration_says_what_is_implausible():
-    x, replay = torch.randn(1, 30, 32), torch.randint(0, 2, (1, 30, 1)) * 4 + torch.tensor([0, 1])
-    for plausible, changed in ((0.0, False), (0.9, True)):
-        torch.manual_seed(5)
-        layer, record = MoE(dataclasses.replace(SMALL, plausible=plausible)), []
-        layer(x, replay, record)
-        assert torch.equal(record[0][0], layer.router(x[0], replay[0], plausible)[0])
-        assert (not torch.equal(record[0].sort(-1)[0], replay)) == changed
-
-
 def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer_kept_bytes():
     model, tokens, kept = build().train(), text(2, 16), []
     routers = [block.ffn.router for block in model.layers if isinstance(block.ffn, MoE)]
