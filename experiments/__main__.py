@@ -17,7 +17,7 @@ def questions():
         if path.stem not in OTHERS:
             head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
             question = head.splitlines()[0].partition(": ")[2]
-            sentence = re.search(r"^Found.*?[.;](?=\s|$)", head, re.M | re.S)
+            sentence = re.search(r"^Found.*?\.(?=\s|$)", head, re.M | re.S)
             found[path.stem] = question, " ".join(sentence[0].split())
     return found
 

@@ -1609,7 +1609,7 @@ def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_l
     assert len(lines) == 2 * len(NAMES) and "feedback" in NAMES
     for name, question, found in zip(NAMES, lines[::2], lines[1::2]):
         assert question.startswith(f"python -m experiments.{name}")
-        assert found.startswith("    Found") and found[-1] in ".;"
+        assert found.startswith("    Found") and found[-1] == "."
     for words in (["experiments", "feedback"], ["experiments.feedback", "--seeds=x"]):
         done = go(*words)
         assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
