@@ -124,14 +124,15 @@ def call_choices(model, tokenizer, played, hint):
 
 # 4. Do the arms part where rollouts are longer?
 def read_lengths(folder):
-    """Runs in folders ARM-NAME -> {arm: [(turns of a rollout in the first five steps, steps to
-    half, steps) of each run, the shortest first]}"""
+    """Runs in folders ARM-NAME -> {arm: [(turns of a rollout in the first step, steps to half,
+    steps) of each run, the shortest first]}"""
     found = {}
     for path in sorted(Path(folder).glob("*-*/rl.jsonl")):
         lines = step_log.read_step_log(path.parent, "rl")
-        turns = learning_curves.mean_known([line["turns"] for line in lines[:5]])
         half = steps_to_half([line["bad_tool"] for line in lines])
-        found.setdefault(path.parent.name.partition("-")[0], []).append((turns, half, len(lines)))
+        # In the first step all arms play the same tasks with the same policy.
+        point = lines[0]["turns"], half, len(lines)
+        found.setdefault(path.parent.name.partition("-")[0], []).append(point)
     if not found:
         raise ValueError(f"{folder}: no runs there (folders ARM-NAME with an rl.jsonl)")
     return {arm: sorted(points) for arm, points in found.items()}
@@ -140,7 +141,7 @@ def read_lengths(folder):
 def print_lengths(folder):
     found = read_lengths(folder)
     figure, ax = drawing.make_axes(
-        "Does the length of a rollout part them?", "turns, first five steps", "steps to half"
+        "Does the length of a rollout part them?", "turns of a rollout, first step", "steps to half"
     )
     for arm, points in found.items():
         turns, half, steps = zip(*points)
