@@ -602,8 +602,14 @@ def demo():
     # and cannot be forked afterwards.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+    # Two meshes; two, with copies of the dense weights; and what one shared mesh allows: there CP
+    # and EP are directions of the same grid, so cp=2 leaves room for ep=4.
+    layouts = [
+        Layout(8, cp=2, ep=8),
+        Layout(8, cp=2, ep=4, dp_replicate=2),
+        Layout(8, cp=2, ep=4),
+    ]
     # One process without any mesh: what all layouts must compute.
-    layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
     model = demo_model()
     expected = forward_backward(model, make_meshes())
 
@@ -622,8 +628,10 @@ def demo():
         )
         worst = max(worst, error, abs(loss - expected))
 
+    two, _, one = (sum(received.values()) for *_, received in found)
     print(
-        f"Seen: CP=2 and EP=8 share 8 ranks and compute what one process computes, to {worst:.0e}."
+        f"Seen: CP=2 and EP=8 share 8 ranks and compute what one process computes, to {worst:.0e}. "
+        f"On one shared mesh CP=2 leaves EP=4, and a rank receives {one / two:.2f} times the bytes."
     )
 
 
