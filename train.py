@@ -286,8 +286,9 @@ class Config:
     # with workers: by how many updates the policy that sampled a token may be older than the policy
     # that trains on it
     staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
-    # weight of the targeted textual feedback (distillation); 0: off
-    feedback: float = flag(0.15, stages="rl")
+    # weight of the targeted textual feedback (distillation); 0: off. Under AdamW a larger one takes
+    # a habit away no sooner, but it drowns the policy gradient
+    feedback: float = flag(0.03, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
     habits: str = flag(

@@ -57,7 +57,7 @@ def scalar():
 # 2. The constant: the same tokens, and no teacher.
 def constant():
     # Divided by rollouts and Z as all advantages are, it weighs what --feedback weighs.
-    pack, size = rollout.pack, 0.15 * train.Reinforcement.loss_norm_length
+    pack, size = rollout.pack, train.Config.feedback * train.Reinforcement.loss_norm_length
 
     def pack_and_push(segments, advantage, multiple=1):
         batch = pack(segments, advantage, multiple)

@@ -34,7 +34,7 @@ def test_a_stage_prints_the_values_that_it_reads_with_their_sources_on_few_lines
         assert "group_size=3 (flag)" in text
         assert "optimizer=adamw (stage rl)" in text
         assert ("dim=640 (scale gpu)" in text) == (scale == "gpu")
-        assert "feedback=0.15," in text  # a default says no more
+        assert "feedback=0.03," in text  # a default says no more
 
 
 def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
@@ -52,7 +52,7 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
         "--group_size 5 rollouts per task; their mean reward is the baseline [flag; default 8]",
         "on one rank [scale gpu; default 4096]",
         "--steps 100 optimizer steps",  # that of rl at scale gpu is the default, too
-        "--feedback 0.15 weight of the targeted textual feedback (distillation); 0: off -",
+        "--feedback 0.03 weight of the targeted textual feedback (distillation); 0: off. Under",
     ):
         assert said in flat
 

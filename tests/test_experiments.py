@@ -450,7 +450,7 @@ def test_the_constant_pushes_down_the_tokens_that_a_hint_speaks_about_and_no_oth
             taught = [hint.turn[hint.first : hint.end] for hint in segment.hints]
             assert tokens == [token for part in taught for token in part]
             each = difference[row, places] / (128 * stage.loss_norm_length)
-            np.testing.assert_allclose(each, 0.15 / 128, rtol=1e-5)
+            np.testing.assert_allclose(each, train.Config.feedback / 128, rtol=1e-5)
         assert torch.equal(plain["mask"], pushed["mask"])
 
 
