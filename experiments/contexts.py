@@ -41,11 +41,11 @@ an edit wrote becomes least likely, there it came from.
 
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .17 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
-(+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps)
-every context that tells of an edit ruins the policy in the end, which learns to write without a
-look what only its teacher has read: .51 solved before, .19 by the failing test, .26 by the
-demonstration, .37 by the specification, .63 where its text alone is taught; .77 by the rule, .92 by
-the reward alone. Other arms have not been run.
+(+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
+.51 solved before, .92 by the reward alone) contexts that tell of an edit ruin the policy at a
+weight of .15, since it learns to write without a look what only its teacher has read (.19 by the
+failing test, .26 by the demonstration, .37 by the specification); at the present .03 they harm
+little and help nothing (.89 by the specification, .85 by the failing test). Other arms: not run.
 """
 
 import math
