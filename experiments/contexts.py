@@ -43,9 +43,9 @@ Found (assets/sft): a wrong sentence moves this policy as much as the right one 
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
 (+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
 .51 solved before, .92 by the reward alone) contexts that tell of an edit ruin the policy at a
-weight of .15, since it learns to write without a look what only its teacher has read (.19 by the
-failing test, .26 by the demonstration, .37 by the specification); at the present .03 they harm
-little and help nothing (.89 by the specification, .85 by the failing test). Other arms: not run.
+weight of .15, since it learns to write without a look what only its teacher has read: .19 by the
+failing test, .26 by the demonstration, .37 by the specification. At the present .03 they harm
+little and help nothing: .85, .89 and .89. Other arms: not run.
 """
 
 import math
