@@ -286,8 +286,8 @@ class Config:
     # with workers: by how many updates the policy that sampled a token may be older than the policy
     # that trains on it
     staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
-    # weight of the targeted textual feedback (distillation); 0: off. Under AdamW a larger one takes
-    # a habit away no sooner, but it drowns the policy gradient
+    # weight of the targeted textual feedback (distillation); 0: off. AdamW divides by the size of
+    # all gradients together, so a large one drowns the reward's
     feedback: float = flag(0.03, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
@@ -439,6 +439,12 @@ class Source:
         return {}
 
 
+def make_stream(tokenizer, texts):
+    """All texts as one row of tokens, each with the token <|text|> at its end"""
+    end = tokenizer.id["<|text|>"]
+    return torch.cat([torch.tensor([*tokenizer.encode(text), end]) for text in texts])
+
+
 class Text(Source):
     """pretrain and long: windows of one long stream. The batch of a step is a function of (seed,
     stage, step) alone."""
@@ -449,18 +455,14 @@ class Text(Source):
         train, held = source_files.python_sources(config.data, run.say)
         self.data_digest = source_files.digest_texts(train, held)
         checkpoints.check_same_on_ranks("texts (--data)", self.data_digest)
-        self.train, self.held = self.make_stream(train), self.make_stream(held)  # (tokens,) each
+        tokenizer = run.tokenizer
+        self.train = make_stream(tokenizer, train)  # (tokens,)
+        self.held = make_stream(tokenizer, held)  # (tokens,)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
                 f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
                 f"{self.window}"
             )
-
-    def make_stream(self, texts):
-        """All texts as one row of tokens, each with the token <|text|> at its end"""
-        tokenizer = self.run.tokenizer
-        end = tokenizer.id["<|text|>"]
-        return torch.cat([torch.tensor([*tokenizer.encode(text), end]) for text in texts])
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of

@@ -139,19 +139,22 @@ def read_lengths(folder):
     return {arm: sorted(points) for arm, points in found.items()}
 
 
-def print_lengths(folder):
+def show_lengths(folder):
+    """Prints the points, and draws them as a line for each arm"""
     found = read_lengths(folder)
     figure, ax = drawing.make_axes(
         "Does the length of a rollout part them?", "turns of a rollout, first step", "steps to half"
     )
     for arm, points in found.items():
-        turns, half, steps = zip(*points)
-        ax.plot(turns, half, marker="o", label=arm)
-        said = [
-            f"{n:.0f} turns: {'not in ' if h > of else ''}{min(h, of)}"
-            for n, h, of in zip(turns, half, steps)
-        ]
+        said = []
+        for turns, half, steps in points:
+            # A run that never came to the half has one step more than there were.
+            said.append(
+                f"{turns:.0f} turns: " + (f"{half}" if half <= steps else f"not in {steps}")
+            )
         print(f"{arm:12s}{', '.join(said)}")
+        turns, half, _ = zip(*points)
+        ax.plot(turns, half, marker="o", label=arm)
     ax.set_ylim(bottom=0)
     ax.legend()
     figure.savefig(Path(folder, "lengths.png"), dpi=120)
@@ -173,4 +176,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    runner.main_or("experiments.opponents", sys.argv[1:], {"--lengths": print_lengths})
+    runner.main_or("experiments.opponents", sys.argv[1:], {"--lengths": show_lengths})

@@ -57,8 +57,8 @@ class WithCodebases(train.Text):
 
     def __init__(self, run):
         super().__init__(run)
-        seed = run.config.seed << 24
-        codebases = self.make_stream(codebase_texts(CODEBASES, seed, "train"))  # (tokens,)
+        texts = codebase_texts(CODEBASES, run.config.seed << 24, "train")
+        codebases = train.make_stream(run.tokenizer, texts)  # (tokens,)
         times = -(-len(self.train) // len(codebases))
         self.train = torch.cat([self.train, codebases.repeat(times)[: len(self.train)]])
 
@@ -71,22 +71,13 @@ def with_codebases():
 def loss_on_codebases(folder):
     """Nats a token, in windows of pretraining's length"""
     model, tokenizer, config = eval.load_policy(folder)
-    stream = make_stream(tokenizer, codebase_texts(HELD_OUT, 0, "heldout"))
+    stream = train.make_stream(tokenizer, codebase_texts(HELD_OUT, 0, "heldout"))
     return float(token_losses(model, cut_windows(stream, config["context"])).mean())
 
 
-def make_stream(tokenizer, texts):
-    """As in training: one text after the other, with a token at the end of each"""
-    end, stream = tokenizer.id["<|text|>"], []
-    for text in texts:
-        stream += [*tokenizer.encode(text), end]
-    return stream
-
-
 def cut_windows(stream, window):
-    """A stream of tokens -> rows (B, window + 1), of which each begins where the one before ends"""
-    starts = range(0, len(stream) - window, window)
-    return torch.tensor([stream[start : start + window + 1] for start in starts])
+    """A stream (tokens,) -> rows (B, window + 1), of which each begins where the one before ends"""
+    return stream.unfold(0, window + 1, window)
 
 
 @torch.no_grad()
@@ -97,7 +88,7 @@ def token_losses(model, rows):
     return -torch.cat(parts)
 
 
-def losses(folder, policies):
+def read_losses(folder, policies):
     """The three numbers that could foretell what RL reaches"""
     pretrained = step_log.read_step_log(folder, "pretrain")[-1]
     of_sft = [line["loss"] for line in step_log.read_step_log(folder, "sft")[-50:]]
@@ -118,7 +109,7 @@ def print_positions(folder):
     long, *_ = eval.load_policy(Path(folder, "long"))
     window = long.config.window
     _, held_out = source_files.python_sources(config["data"])
-    rows = cut_windows(make_stream(tokenizer, held_out), window)
+    rows = cut_windows(train.make_stream(tokenizer, held_out), window)
     rows = rows[:: max(1, len(rows) // 64)]  # some, from all over them
 
     print(f"{folder}: loss by position, window {window}, pretraining's {model.config.context}\n")
@@ -128,8 +119,8 @@ def print_positions(folder):
     model.extend_window(long.config.yarn_factor)
     found["before, stretched by YaRN"] = token_losses(model, rows)
     found["after the long stage"] = token_losses(long, rows)
-    for name, losses in found.items():
-        bands = losses.view(len(rows), BANDS, -1).mean((0, 2)).tolist()  # (BANDS,)
+    for name, nats in found.items():
+        bands = nats.view(len(rows), BANDS, -1).mean((0, 2)).tolist()  # (BANDS,)
         print(f"{name:28s}" + "".join(f"{loss:8.3f}" for loss in bands))
 
 
@@ -146,7 +137,7 @@ EXPERIMENT = Experiment(
     },
     stages=("pretrain", "long", "sft", "rl", "eval"),
     by_level=("solved",),
-    more=losses,
+    more=read_losses,
     scatters=(
         ("loss on codebases", "solved"),
         ("loss on the library", "solved"),

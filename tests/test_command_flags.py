@@ -52,7 +52,7 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
         "--group_size 5 rollouts per task; their mean reward is the baseline [flag; default 8]",
         "on one rank [scale gpu; default 4096]",
         "--steps 100 optimizer steps",  # that of rl at scale gpu is the default, too
-        "--feedback 0.03 weight of the targeted textual feedback (distillation); 0: off. Under",
+        "--feedback 0.03 weight of the targeted textual feedback (distillation); 0: off. AdamW",
     ):
         assert said in flat
 

@@ -1263,7 +1263,7 @@ def test_half_of_the_text_is_codebases_of_the_training_split(tmp_path, monkeypat
 
 
 def test_windows_cover_a_stream_once_and_losses_stand_token_by_token():
-    rows = pretraining.cut_windows(list(range(11)), 4)
+    rows = pretraining.cut_windows(torch.arange(11), 4)
     assert rows.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     model = moe.ModelConfig(vocab=16, layers=1, dim=32, heads=2).build_model()
     torch.nn.init.normal_(model.head.weight)
@@ -1288,7 +1288,7 @@ def test_lengths_are_told_arm_by_arm_from_short_to_long(tmp_path, capsys):
     # Means of five: 0.4, then 0.34, 0.28 in a; 0.32, 0.24, 0.16 in b, whose eighth is the first
     # below a half of 0.4.
     assert found == {"hint": [(4, 8, 7), (20, 8, 8)], "scalar": [(20, 7, 6)]}
-    opponents.print_lengths(tmp_path)
+    opponents.show_lengths(tmp_path)
     said = capsys.readouterr().out
     assert "4 turns: not in 7, 20 turns: 8" in said and (tmp_path / "lengths.png").exists()
     with pytest.raises(ValueError, match="no runs there"):
