@@ -2,6 +2,7 @@
 
 import ast
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -30,5 +31,8 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         raise SystemExit(2)
+    # `| head` ends this command in silence, as it ends others.
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for name, (question, sentence) in questions().items():
         print(f"python -m experiments.{name:12s} {question}\n    {sentence}")
