@@ -30,7 +30,7 @@ import synth_tasks
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
-from experiments.tasks import TenTasks
+from experiments.tasks import ten_of_a_level
 from world.judge import call_functions, same_value
 from world.kinds import KINDS
 from world.kinds.put_back import PutBack
@@ -255,10 +255,6 @@ def opened():
     train.STAGE["rl"] = Opened
 
 
-def fixed_list():
-    synth_tasks.Curriculum = TenTasks
-
-
 # 4. More numbers of the end, and the arms.
 def what_was_deleted(folder, policies):
     lines = [json.loads(line) for line in Path(folder, "rl.jsonl").read_text().splitlines()]
@@ -275,7 +271,7 @@ EXPERIMENT = Experiment(
     question="Can the policy make its own tasks?",
     curves=("equal", "solved"),
     arms={
-        "fixed list": Arm(LONG, fixed_list),
+        "fixed list": Arm(LONG, ten_of_a_level),
         "recipe": Arm(LONG),
         "opened": Arm(LONG, opened),
         "deletions": Arm(LONG, deletions),

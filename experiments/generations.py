@@ -24,8 +24,8 @@ import math
 import sys
 
 from experiments import runner
-from experiments.deletions import fixed_list
 from experiments.runner import Arm, Experiment
+from experiments.tasks import ten_of_a_level
 
 
 # Beside the usual numbers: the bench, second instructions kept, cost, and what was said at the end.
@@ -44,9 +44,10 @@ EXPERIMENT = Experiment(
     curves=("solved",),
     arms={
         "as Composer 2": Arm(
-            ("--optimizer=adamw", "--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS), fixed_list
+            ("--optimizer=adamw", "--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS),
+            ten_of_a_level,
         ),
-        "with Muon": Arm(("--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS), fixed_list),
+        "with Muon": Arm(("--levels=0,1,2,3,4,5", "--curriculum=0", *NO_HINTS), ten_of_a_level),
         "with many tasks": Arm(NO_HINTS),
         "with hints and effort": Arm(),
     },
