@@ -171,6 +171,9 @@ LEVELS = [
     dict(kind="repair", targets=4, named=False, **TYPED),
     dict(kind="rename", targets=2, **TYPED),
     dict(kind="extend", steps=(2, 2), targets=4, named=False, **TYPED),
+    # for demonstrations: each constant has to stand behind its own operation
+    dict(steps=(2, 2)),
+    dict(steps=(2, 2), targets=2, named=False),
 ]
 LEVELS = [{**PLAIN, **row} for row in LEVELS]
 # What the recipe trains on and evaluates.

@@ -561,17 +561,16 @@ def agent_limits(config):
     return rollout.Limits(config.window, config.max_turns)
 
 
-# How often a level comes in a cycle of demonstrations; other levels come once. These levels hold
-# functions of two steps, whose constants are the hardest to copy: each has to stand behind its own
-# operation.
-DEMO_SHARES = {1: 2, 2: 2, 4: 3}
+# Behind these levels a cycle of demonstrations has others, of which every function has two steps.
+# Without them some runs copy one of a function's two constants, and never learn to tell which.
+TWO_STEPS = {1: (18,), 2: (18,), 4: (19, 19)}
 
 
 def demonstration_levels(levels):
     """The levels of consecutive demonstrations: a cycle, which is repeated."""
     cycle = []
     for level in levels:
-        cycle += [level] * DEMO_SHARES.get(level, 1)
+        cycle += [level, *TWO_STEPS.get(level, ())]
     return cycle
 
 

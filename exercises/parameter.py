@@ -15,7 +15,7 @@ let the class inherit from Repair, and give Repair a method for the edit that yo
 Two rows of LEVELS, 18 with one named target and 19 with two that have to be found, are a ladder.
 
     python -m pytest exercises/parameter.py        red before, green after
-    python train.py --stage=rl --steps=5 --start_from=assets/sft --levels=18 --out=out/parameter
+    python train.py --stage=rl --steps=5 --start_from=assets/sft --levels=20 --out=out/parameter
 
 Number to reach: the careful expert solves 20 of 20 tasks of either level. Look at: `solved` of the
 five steps is 0, since the policy has never seen the kind; the transcripts in out/parameter show it
@@ -47,7 +47,7 @@ def tasks(level, number):
     return [synth_tasks.make_task(level, seed) for seed in range(number)]
 
 
-@pytest.mark.parametrize("level, targets", [(18, 1), (19, 2)])
+@pytest.mark.parametrize("level, targets", [(20, 1), (21, 2)])
 def test_the_expert_solves_all_of_twenty_tasks(level, targets, sandbox):
     for seed, task in enumerate(tasks(level, 20)):
         assert len(task.FAIL_TO_PASS) == targets

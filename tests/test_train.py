@@ -341,10 +341,14 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
     assert len(drawn) == 3 and not set(range(drawn[0], drawn[-1] + 1)) & set(tried)
 
 
-def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
-    assert train.demonstration_levels(range(6)) == [0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
+def test_behind_some_levels_demonstrations_have_functions_of_two_steps():
+    assert train.demonstration_levels(range(6)) == [0, 1, 18, 2, 18, 3, 4, 19, 19, 5]
     assert train.demonstration_levels([0]) == [0]
-    assert train.demonstration_levels([4, 9]) == [4, 4, 4, 9]
+    assert train.demonstration_levels([4, 9]) == [4, 19, 19, 9]
+    for level in (18, 19):
+        for number in range(20):
+            task = train.synth_tasks.make_task(level, number)
+            assert {len(target["steps"]) for target in task.meta["targets"]} == {2}
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(
