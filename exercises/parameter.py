@@ -12,7 +12,7 @@ another k: that line is red. `Beginning.cases` has three more calls, with consta
 does not see; without the parameter nobody passes them. In `x * 3, min(x, 2)` the constant does not
 matter: there `begin` returns None, and draw_task draws again. The expert works as in a repair, so
 let the class inherit from Repair, and give Repair a method for the edit that your class replaces.
-Two rows of LEVELS, 18 with one named target and 19 with two that have to be found, are a ladder.
+Two rows of LEVELS, 20 with one named target and 21 with two that have to be found, are a ladder.
 
     python -m pytest exercises/parameter.py        red before, green after
     python train.py --stage=rl --steps=5 --start_from=assets/sft --levels=20 --out=out/parameter
@@ -34,7 +34,7 @@ from world.kinds import KINDS
 from world.micro import Function
 from world.sandbox import Sandbox
 
-LEVELS = (18, 19)
+LEVELS = (20, 21)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_expert_solves_all_of_twenty_tasks(level, targets, sandbox):
 
 
 def test_a_parameter_that_does_nothing_solves_no_task(sandbox):
-    for task in tasks(18, 10):
+    for task in tasks(20, 10):
         (target,) = task.meta["targets"]
         path, name = f"{target['module']}.py", target["name"]
         idle = task.files[path].replace(f"def {name}(xs):", f"def {name}(xs, k=0):")
@@ -67,7 +67,7 @@ def test_a_parameter_that_does_nothing_solves_no_task(sandbox):
 
 
 def test_the_constant_is_the_default_and_no_other_file_is_part_of_the_solution(sandbox):
-    for task in tasks(18, 10):
+    for task in tasks(20, 10):
         (target,) = task.meta["targets"]
         (path,) = task.solution
         default = target["steps"][0][1]
