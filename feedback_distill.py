@@ -616,7 +616,7 @@ def measure_policy(model, tokenizer, rollouts, before):
 def distill(model, tokenizer, rollouts, held_out, steps=20):
     """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: what
     measure_policy says of rollouts that no step has seen"""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
     teacher = Teacher(model, TEACHER)
     now, before = measure_policy(model, tokenizer, held_out, None)
     curve = [now]
