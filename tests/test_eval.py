@@ -24,7 +24,7 @@ from command import checkpoints, learning_curves, policy_report, step_log
 from experiments import tables
 from moe import Model, ModelConfig
 from refusals import refuse
-from synth_tasks import make_task
+from synth_tasks import LEVELS, make_task
 from world.micro import Function, held_out_name
 from world.task import Task
 
@@ -733,7 +733,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["--temperature=-1", "out"], "--temperature"),
         (["--temperature=nan", "out"], "--temperature"),
         (["--price_in=-1", "out"], "--price"),
-        (["--levels=18", "out"], "a list, with commas"),
+        ([f"--levels={len(LEVELS)}", "out"], "a list, with commas"),
         (["--levels=0-5", "out"], "a list, with commas"),
         (["--turns=-1", "out"], "--turns"),
         (["--effort=lo", "out"], "a list, with commas, of low, medium, high"),
