@@ -561,8 +561,8 @@ def agent_limits(config):
     return rollout.Limits(config.window, config.max_turns)
 
 
-# Behind these levels a cycle of demonstrations has others, of which every function has two steps.
-# Without them some runs copy one of a function's two constants, and never learn to tell which.
+# Behind these levels a cycle of demonstrations has others (rows of synth_tasks.LEVELS), whose
+# targets all have two steps. Without them some runs copy either constant of a function.
 TWO_STEPS = {1: (18,), 2: (18,), 4: (19, 19)}
 
 
