@@ -1791,6 +1791,11 @@ def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
         assert name in workspace.read(f".mypy_cache/{module}.data.json") and name in workspace.read(
             f".cache/{module}.pyc"
         )
+        # `dis` reads the bytecode as it would read any other.
+        opened = f"open('.cache/{module}.pyc', 'rb')"
+        program = f"import dis, marshal; dis.dis(marshal.loads({opened}.read()[16:]))"
+        result = workspace.run(f'python -c "{program}"')
+        assert f"<code object {name}" in result.output and result.seen.opened
     for call in (
         ("read_file", (f".mypy_cache/{module}.data.json",)),
         ("run_command", (f"strings .cache/{module}.pyc",)),
