@@ -20,6 +20,7 @@ Found: not run yet.
 import json
 import math
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +33,15 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.tasks import ten_of_a_level
 from world.judge import call_functions, same_value
+from world.expert import InMemoryWorkspace
 from world.kinds import KINDS
 from world.kinds.put_back import PutBack
 from world.machine import MachineFailure
 from world.micro import NOUNS
-from world.task import Task, Verdict
+from world.task import Result, Task, Verdict
 from world.untrusted import parse
 
+plain_run = InMemoryWorkspace.run
 # The level whose dials both kinds of task have: nothing is named, the docs hold the specifications.
 LEVEL = 6
 
@@ -52,13 +55,31 @@ class Delete(PutBack):
     needs = ("read_file",)
 
     def solve(self, expert, group):
-        """Reads the module, then cuts the function out."""
+        """Reads the module, then cuts the function out. An edit would have to repeat its whole text,
+        which a policy of this size cannot copy (.01 of its deletions were valid): sed names it."""
         for target in group:
             read = expert.read_module(target.module)
             if read:
                 yield from expert.turn(f"Look at {target.module}.", read)
-            cut = expert.edit(f"{target.module}.py", target.code(), "")
-            yield from expert.turn(f"Delete {target.name}.", cut)
+            cut = f"sed -i '/def {target.name}(/,/return/d' {target.module}.py"
+            yield from expert.turn(f"Delete {target.name}.", ("run_command", (cut,)))
+
+
+def run_cut(workspace, command):
+    """What InMemoryWorkspace.run answers, which knows this command too"""
+    words = re.fullmatch(r"sed -i '/(def \w+\()/,/return/d' (\w+\.py)", command)
+    if not words:
+        return plain_run(workspace, command)
+    first, path = words.groups()
+    # From each line that holds the first word to the next one that holds the other
+    lines, cut = [], False
+    for line in workspace.tree[path].splitlines(keepends=True):
+        begins = not cut and first in line
+        if not (cut or begins):
+            lines.append(line)
+        cut = begins or cut and "return" not in line
+    workspace.tree[path] = "".join(lines)
+    return Result(0, "")
 
 
 def draw_codebase(number):
@@ -226,8 +247,13 @@ class Opened(train.Reinforcement):
 
 
 # 3. The patches.
-def a_twentieth_deletes():
+def experts_delete():
     KINDS["delete"] = Delete()
+    InMemoryWorkspace.run = run_cut
+
+
+def a_twentieth_deletes():
+    experts_delete()
     plain = train.make_training_task
 
     def make(config, level, number):

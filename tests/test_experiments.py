@@ -68,6 +68,8 @@ from world.kinds.put_back import PutBack
 from world.recorder import LEFTOVER
 from world.sandbox import Sandbox
 from world.task import Action, Task
+from world.tools import call_tool
+from world.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -100,6 +102,7 @@ def recipe(monkeypatch):
         (train.Reinforcement, "find_hints"),
         (evaluation, "settings_of"),
         (expert.Expert, "think"),
+        (expert.InMemoryWorkspace, "run"),
         (length_penalty, "Price"),
         (length_penalty, "SETTINGS"),
         (length_penalty, "read_weights"),
@@ -114,6 +117,8 @@ def recipe(monkeypatch):
     monkeypatch.setitem(train.STAGE, "rl", train.STAGE["rl"])
     monkeypatch.setitem(low_precision.FORMATS, "nvfp4", low_precision.nvfp4)
     monkeypatch.setattr(expert, "THOROUGH", dict(expert.THOROUGH))
+    monkeypatch.setitem(KINDS, "delete", None)  # so that it is gone again behind the test
+    del KINDS["delete"]
     yield
     learn_new.until_the_end.close()
 
@@ -325,8 +330,8 @@ def played_deletion(number, files=None):
     return SimpleNamespace(task=task, files=submitted if files is None else files)
 
 
-def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves(monkeypatch):
-    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves():
+    deletions.experts_delete()
     numbers = set()
     for number in range(12):
         played = played_deletion(number)
@@ -349,8 +354,20 @@ def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves(monkeypa
     assert len(numbers) > 1
 
 
-def test_a_deletion_that_breaks_something_else_or_nothing_is_none(monkeypatch):
-    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+def test_the_expert_cuts_in_memory_as_sed_cuts_on_the_disk():
+    deletions.experts_delete()
+    for number in range(4):
+        task = deletions.deletion_task(number)
+        story, submitted = expert.record_expert(task, random.Random(number), 0.0)
+        with Workspace(task) as workspace:
+            for action, outputs in story:
+                for (name, arguments), output in zip(action.calls, outputs):
+                    assert call_tool(workspace, name, arguments)[0] == output
+            assert workspace.files() == submitted != task.files
+
+
+def test_a_deletion_that_breaks_something_else_or_nothing_is_none():
+    deletions.experts_delete()
     whole = deletions.deletion_task(1).files
     functions, _, _ = deletions.draw_codebase(deletions.deletion_task(1).meta["deletes"])
     one, other = functions[0], functions[1]
@@ -375,8 +392,8 @@ def test_a_deletion_that_breaks_something_else_or_nothing_is_none(monkeypatch):
     assert deletions.judge_deletion(played.task, left, Sandbox()).solved
 
 
-def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost(monkeypatch):
-    monkeypatch.setitem(KINDS, "delete", deletions.Delete())
+def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost():
+    deletions.experts_delete()
     config = train.Config(stage="rl", seed=1)
     source = deletions.Deleting.__new__(deletions.Deleting)
     source.run = SimpleNamespace(
