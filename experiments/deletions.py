@@ -55,7 +55,7 @@ class Delete(PutBack):
     needs = ("read_file",)
 
     def solve(self, expert, group):
-        """Reads the module, then cuts the function out. An edit would have to repeat its whole text,
+        """Reads the module, then cuts the function out. An edit would have to repeat all its text,
         which a policy of this size cannot copy (.01 of its deletions were valid): sed names it."""
         for target in group:
             read = expert.read_module(target.module)
