@@ -34,6 +34,15 @@ def to_json(value, indent=None):
     return json.dumps(known(value), indent=indent, allow_nan=False)
 
 
+def nan_for_null(value):
+    """A value out of JSON, in which every null is the NaN that to_json has taken for one"""
+    if isinstance(value, dict):
+        return {key: nan_for_null(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [nan_for_null(inner) for inner in value]
+    return math.nan if value is None else value
+
+
 def digest_file(path):
     """SHA-256 of a file's bytes, in hexadecimal; "" where path is empty"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

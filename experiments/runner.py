@@ -10,7 +10,8 @@ another. It acts in the process of its own arm alone.
         --seeds=1337,1                      these seeds
         --steps=N                           in every arm: of RL, or of pretraining if that differs
         --out=DIR                           in the place of out
-        --keep                              copies the results to experiments/results and figures
+        --keep                              adds the seeds to those in experiments/results, draws
+                                            all of them anew in experiments/figures
         --scale=tiny ...                    any other flag goes to train.py, in every run
     python -m experiments.runner --arm=experiments.objective:overlong_masked -- --stage=rl ...
                                             train.py with one patch, by hand
@@ -43,7 +44,7 @@ from tqdm import tqdm
 import train
 from command import drawing, failures, launch
 from command import flags as command_flags
-from command.output_files import check_writable, current_commit, digest_file, to_json
+from command.output_files import check_writable, current_commit, digest_file, nan_for_null, to_json
 from experiments import tables
 
 HERE = Path(__file__).resolve().parent
@@ -391,9 +392,22 @@ def main(module, argv):
         runs.append([[replace(job, experiment=command) for job in chain] for chain in chains])
     seconds = run_plans(name, runs)
 
-    # What they say: table, figure, numbers.
+    # The numbers of every run, and how they were made: the commits are the runs' own, which may be
+    # older than this command's.
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
-    results = tables.read_results(experiment, runs)
+    jobs = [job for chains, _ in plans for chain in chains for job in chain]
+    record = {
+        "commit": ", ".join(sorted({job.record().get("commit", "") for job in jobs})),
+        "seeds": seeds,
+        "steps": steps,
+        "flags": flags,
+        "results": tables.read_results(experiment, runs),
+    }
+    if keep:
+        record = with_kept_seeds(record, HERE / "results" / f"{name}.json")
+    seeds, results = record["seeds"], record["results"]
+
+    # What they say: table, figure, numbers.
     text = tables.compare(experiment.question, results)
     if experiment.by_seed:
         text += f"\n\n{tables.list_runs(results, seeds, experiment.by_seed)}"
@@ -401,24 +415,34 @@ def main(module, argv):
     if problem:
         text += f"\n{problem}"
 
-    # The file keeps the numbers of every run, and how they were made: the commits are the runs'
-    # own, which may be older than this command's.
-    jobs = [job for chains, _ in plans for chain in chains for job in chain]
-    commits = sorted({job.record().get("commit", "") for job in jobs})
-    record = {
-        "commit": ", ".join(commits),
-        "seeds": seeds,
-        "steps": steps,
-        "flags": flags,
-        "table": text,
-        "differences": tables.paired_differences(results),
-        "results": results,
-    }
+    record = {**record, "table": text, "differences": tables.paired_differences(results)}
     (folder / f"{name}.json").write_text(to_json(record, indent=1))
     if keep:
         shutil.copy(folder / f"{name}.json", HERE / "results")
         shutil.copy(folder / f"{name}.png", HERE / "figures")
-    print(f"{text}\n\n{folder}/{name}.json, {name}.png, in {seconds / 60:.0f} minutes")
+    made = f"seeds {', '.join(map(str, seeds))}; commit {record['commit']}"
+    print(f"{text}\n\n{made}")
+    print(f"{folder}/{name}.json, {name}.png, in {seconds / 60:.0f} minutes")
+
+
+def with_kept_seeds(record, path):
+    """The record with the seeds that the file `path` keeps of runs like these (the same arms, steps
+    and flags), first those. So an experiment can be run one seed after the other, on any machine.
+    Whoever has changed the recipe meanwhile deletes the file first."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    alike = kept and list(kept["results"]) == list(record["results"])
+    if not alike or any(kept[key] != record[key] for key in ("steps", "flags")):
+        return record
+
+    # A seed that was run again counts once.
+    places = [i for i, seed in enumerate(kept["seeds"]) if seed not in record["seeds"]]
+    results = {}
+    for arm, outcomes in record["results"].items():
+        before = nan_for_null(kept["results"][arm])
+        results[arm] = [before[i] for i in places] + outcomes
+    commits = {*kept["commit"].split(", "), *record["commit"].split(", ")}
+    seeds = [kept["seeds"][i] for i in places] + record["seeds"]
+    return {**record, "commit": ", ".join(sorted(commits)), "seeds": seeds, "results": results}
 
 
 def read_experiment_flags(name, experiment, argv):

@@ -1151,6 +1151,31 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
 
+def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch):
+    fake_runs(monkeypatch)
+    for folder in ("results", "figures"):
+        (tmp_path / "kept" / folder).mkdir(parents=True)
+    monkeypatch.setattr(runner, "HERE", tmp_path / "kept")
+    path = tmp_path / "kept" / "results" / "feedback.json"
+
+    def run(*seeds, out="out", more=()):
+        words = [f"--seeds={','.join(map(str, seeds))}", f"--out={tmp_path / out}", *more]
+        runner.main("experiments.feedback", [*words, "--keep"])
+        return json.loads(path.read_text())
+
+    # Two seeds at once, and one after the other on another machine, are the same.
+    whole = run(1, 3)
+    path.unlink()
+    run(1, out="first")
+    both = run(3, out="second")
+    assert both == whole and (tmp_path / "kept" / "figures" / "feedback.png").exists()
+
+    # A seed that is run again stays one; runs with another flag are another experiment.
+    assert run(3, out="second")["seeds"] == [1, 3]
+    assert run(3, 5, out="third")["seeds"] == [1, 3, 5]
+    assert run(5, out="third", more=["--scale=tiny"])["seeds"] == [5]
+
+
 def test_the_spread_over_seeds_is_the_samples():
     for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
         text = tables.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
