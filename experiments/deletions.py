@@ -16,7 +16,7 @@ tenths of it. 120 steps; all arms begin at one SFT, a twentieth of whose demonst
 
 Found (one seed): it learns to delete (.15 of its deletions are valid at first, .41 at the end), and
 what it leaves is too easy for it; the recipe solves .958, with deletions .824. A fixed list of ten
-tasks a level does not stall in 120 steps (.938).
+tasks a level does not stall in 120 steps (.938). Figure: figures/deletions.png.
 """
 
 import json
