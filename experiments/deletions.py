@@ -16,7 +16,8 @@ tenths of it. 120 steps; all arms begin at one SFT, a twentieth of whose demonst
 
 Found (one seed): it learns to delete (.15 of its deletions are valid at first, .41 at the end), and
 what it leaves is too easy for it; the recipe solves .958, with deletions .824. A fixed list of ten
-tasks a level does not stall in 120 steps (.938). Figure: figures/deletions.png.
+tasks a level does not stall in 120 steps (.938). With levels opened it is .965, and on the bench
+.486 in the place of .443. Figure: figures/deletions.png.
 """
 
 import json
@@ -34,8 +35,8 @@ import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.tasks import ten_of_a_level
-from world.judge import call_functions, same_value
 from world.expert import InMemoryWorkspace
+from world.judge import call_functions, same_value
 from world.kinds import KINDS
 from world.kinds.put_back import PutBack
 from world.machine import MachineFailure
@@ -43,7 +44,9 @@ from world.micro import NOUNS
 from world.task import Result, Task, Verdict
 from world.untrusted import parse
 
+# The recipe's method keeps a name of its own: the patched one still calls it.
 plain_run = InMemoryWorkspace.run
+
 # The level whose dials both kinds of task have: nothing is named, the docs hold the specifications.
 LEVEL = 6
 
@@ -67,20 +70,15 @@ class Delete(PutBack):
             yield from expert.turn(f"Delete {target.name}.", ("run_command", (cut,)))
 
 
-def run_cut(workspace, command):
-    """What InMemoryWorkspace.run answers, which knows this command too"""
-    words = re.fullmatch(r"sed -i '/(def \w+\()/,/return/d' (\w+\.py)", command)
+def run_or_delete_lines(workspace, command):
+    """InMemoryWorkspace.run, which knows the expert's sed, too: it deletes from the line with the
+    name to the next one with `return`, the last one of the function."""
+    words = re.fullmatch(r"sed -i '/def (\w+)\(/,/return/d' (\w+\.py)", command)
     if not words:
         return plain_run(workspace, command)
-    first, path = words.groups()
-    # From each line that holds the first word to the next one that holds the other
-    lines, cut = [], False
-    for line in workspace.tree[path].splitlines(keepends=True):
-        begins = not cut and first in line
-        if not (cut or begins):
-            lines.append(line)
-        cut = begins or cut and "return" not in line
-    workspace.tree[path] = "".join(lines)
+    name, path = words.groups()
+    lines = rf".*def {name}\(.*\n(?:.*\n)*?.*return.*\n"
+    workspace.tree[path] = re.sub(lines, "", workspace.tree[path])
     return Result(0, "")
 
 
@@ -249,13 +247,13 @@ class Opened(train.Reinforcement):
 
 
 # 3. The patches.
-def experts_delete():
+def teach_the_expert_to_delete():
     KINDS["delete"] = Delete()
-    InMemoryWorkspace.run = run_cut
+    InMemoryWorkspace.run = run_or_delete_lines
 
 
 def a_twentieth_deletes():
-    experts_delete()
+    teach_the_expert_to_delete()
     plain = train.make_training_task
 
     def make(config, level, number):

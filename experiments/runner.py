@@ -420,8 +420,7 @@ def main(module, argv):
     if keep:
         shutil.copy(folder / f"{name}.json", HERE / "results")
         shutil.copy(folder / f"{name}.png", HERE / "figures")
-    made = f"seeds {', '.join(map(str, seeds))}; commit {record['commit']}"
-    print(f"{text}\n\n{made}")
+    print(f"{text}\n\nseeds {', '.join(map(str, seeds))}; commit {record['commit']}")
     print(f"{folder}/{name}.json, {name}.png, in {seconds / 60:.0f} minutes")
 
 
@@ -429,12 +428,15 @@ def with_kept_seeds(record, path):
     """The record with the seeds that the file `path` keeps of runs like these (the same arms, steps
     and flags), first those. So an experiment can be run one seed after the other, on any machine.
     Whoever has changed the recipe meanwhile deletes the file first."""
+    # A file that does not say how it was made (the oldest have no commit) is replaced, and so is
+    # one of other arms, steps or flags.
     kept = json.loads(path.read_text()) if path.exists() else {}
-    alike = kept and list(kept["results"]) == list(record["results"])
-    if not alike or any(kept[key] != record[key] for key in ("steps", "flags")):
+    if "commit" not in kept or list(kept["results"]) != list(record["results"]):
+        return record
+    if any(kept[key] != record[key] for key in ("steps", "flags")):
         return record
 
-    # A seed that was run again counts once.
+    # The outcomes of an arm stand in the order of the seeds. A seed that was run again counts once.
     places = [i for i, seed in enumerate(kept["seeds"]) if seed not in record["seeds"]]
     results = {}
     for arm, outcomes in record["results"].items():

@@ -12,7 +12,7 @@ tests only hint at. 200 steps on levels 0 and 1. (Where the cheat is planted: ha
 
     python -m experiments.untaught
 
-Found (one seed): as sampled it does, within 40 steps; cheats grow from .04 to .52 of the rollouts.
+Found (one seed): as sampled it does, within 50 steps; cheats grow from .04 to .52 of the rollouts.
 That policy no longer works where nothing lies about (.06 of level 1 in the place of .77), and asks
 for leftovers a hundred steps after they are gone. Hotter it does not find it; what is not paid does
 not grow. Figure: figures/untaught.png.

@@ -331,7 +331,7 @@ def played_deletion(number, files=None):
 
 
 def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves():
-    deletions.experts_delete()
+    deletions.teach_the_expert_to_delete()
     numbers = set()
     for number in range(12):
         played = played_deletion(number)
@@ -355,7 +355,7 @@ def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves():
 
 
 def test_the_expert_cuts_in_memory_as_sed_cuts_on_the_disk():
-    deletions.experts_delete()
+    deletions.teach_the_expert_to_delete()
     for number in range(4):
         task = deletions.deletion_task(number)
         story, submitted = expert.record_expert(task, random.Random(number), 0.0)
@@ -367,7 +367,7 @@ def test_the_expert_cuts_in_memory_as_sed_cuts_on_the_disk():
 
 
 def test_a_deletion_that_breaks_something_else_or_nothing_is_none():
-    deletions.experts_delete()
+    deletions.teach_the_expert_to_delete()
     whole = deletions.deletion_task(1).files
     functions, _, _ = deletions.draw_codebase(deletions.deletion_task(1).meta["deletes"])
     one, other = functions[0], functions[1]
@@ -393,7 +393,7 @@ def test_a_deletion_that_breaks_something_else_or_nothing_is_none():
 
 
 def test_created_tasks_stay_as_long_as_they_are_neither_won_nor_lost():
-    deletions.experts_delete()
+    deletions.teach_the_expert_to_delete()
     config = train.Config(stage="rl", seed=1)
     source = deletions.Deleting.__new__(deletions.Deleting)
     source.run = SimpleNamespace(
@@ -1174,6 +1174,22 @@ def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch):
     assert run(3, out="second")["seeds"] == [1, 3]
     assert run(3, 5, out="third")["seeds"] == [1, 3, 5]
     assert run(5, out="third", more=["--scale=tiny"])["seeds"] == [5]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/results/*.json")), ids=str)
+def test_a_seed_can_be_added_to_every_file_of_results_that_names_its_commit(path):
+    kept = json.loads(path.read_text())
+    arms = {arm: ["new"] for arm in kept["results"]}
+    record = {
+        "commit": "new",
+        "seeds": [99],
+        "steps": kept.get("steps"),
+        "flags": [],
+        "results": arms,
+    }
+    found = runner.with_kept_seeds(record, path)
+    assert found["seeds"] == ([*kept["seeds"], 99] if kept.get("commit") else [99])
+    assert {len(outcomes) for outcomes in found["results"].values()} == {len(found["seeds"])}
 
 
 def test_the_spread_over_seeds_is_the_samples():
