@@ -1184,11 +1184,11 @@ def test_a_seed_can_be_added_to_every_file_of_results_that_names_its_commit(path
         "commit": "new",
         "seeds": [99],
         "steps": kept.get("steps"),
-        "flags": [],
+        "flags": kept["flags"],
         "results": arms,
     }
     found = runner.with_kept_seeds(record, path)
-    assert found["seeds"] == ([*kept["seeds"], 99] if kept.get("commit") else [99])
+    assert found["seeds"] == ([*kept["seeds"], 99] if "commit" in kept else [99])
     assert {len(outcomes) for outcomes in found["results"].values()} == {len(found["seeds"])}
 
 
