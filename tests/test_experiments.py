@@ -1176,7 +1176,9 @@ def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch):
     assert run(5, out="third", more=["--scale=tiny"])["seeds"] == [5]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/results/*.json")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("experiments/results/*.json")), ids=lambda path: path.stem
+)
 def test_a_seed_can_be_added_to_every_file_of_results_that_names_its_commit(path):
     kept = json.loads(path.read_text())
     arms = {arm: ["new"] for arm in kept["results"]}
