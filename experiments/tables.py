@@ -20,6 +20,14 @@ from command.policy_report import ROWS, format_number
 
 # keys of the log for which the table tells the step at which a habit is down to a tenth
 HABITS = ("bad_tool", *eval.HABITS)
+# Words for keys of the log that the evaluation's table does not have
+WORDS = {
+    "solved": "solved in training",
+    "sampled": "sampled tokens of a rollout",
+    "cheats": "rollouts with a certain cheat",
+    "equal": "groups with equal rewards",
+    "best": "groups with a solved rollout",
+}
 
 
 def read_results(experiment, runs):
@@ -195,8 +203,7 @@ def draw_curves(experiment, results, path):
         for arm, runs in results.items():
             rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
             draw_mean_and_seeds(panel, arm, np.array(rows), first_x=1)
-        # The table's words, where it has some.
-        said, *_ = ROWS.get(name, (name.replace("_", " "),))
+        said, *_ = ROWS.get(name, (WORDS.get(name, name.replace("_", " ")),))
         panel.set(xlabel="step", ylabel=said)
 
     # Numbers by level. The dashed line is the first arm's policy before RL.
