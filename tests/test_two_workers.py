@@ -85,6 +85,9 @@ def words_of(workers, *flags):
 def run_tests(folder, workers, *flags):
     """-> the exit code and the lines of the report, sorted, without times and progress"""
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "COLUMNS": "100"}
+    # The reader's own flags are for the tests of this project, such as --durations, which name
+    # folders and times.
+    environment["PYTEST_ADDOPTS"] = ""
     done = run_command(words_of(workers, *flags), cwd=folder, env=environment)
     text = re.sub(r"\d+\.\d+s|\[ *\d+%\]", "", done.stdout + done.stderr)
     lines = [line.strip("=-! ") for line in text.splitlines()]
