@@ -45,7 +45,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -613,16 +612,16 @@ def measure_policy(model, tokenizer, rollouts, before):
     return (wrong, offered, moved), logits
 
 
-def distill(model, tokenizer, rollouts, held_out, steps=20):
-    """Feedback alone, no reward. -> (steps + 1, 3), before each step and at the end: what
-    measure_policy says of rollouts that no step has seen"""
+def distill(model, tokenizer, rollouts, held_out):
+    """Feedback alone, no reward: 20 steps of 4 rollouts. -> {step: what measure_policy says then
+    of rollouts that no step has seen}, for every fifth step"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
     teacher = Teacher(model, TEACHER)
     now, before = measure_policy(model, tokenizer, held_out, None)
-    curve = [now]
-    for step in range(steps):
+    curve = {0: now}
+    for step in range(1, 21):
         # The teacher re-scores the call and its name; the student learns from it there alone.
-        batch, targets = pack_both(rollouts[8 * step : 8 * step + 8])
+        batch, targets = pack_both(rollouts[4 * step - 4 : 4 * step])
         teacher_logits = teacher(targets)
         student = student_logits(model, model(batch["tokens"]), targets)
         loss = feedback_loss(student, teacher_logits, max(8, len(targets)))
@@ -630,8 +629,9 @@ def distill(model, tokenizer, rollouts, held_out, steps=20):
         loss.backward()
         optimizer.step()
         teacher.update()
-        curve.append(measure_policy(model, tokenizer, held_out, before)[0])
-    return np.array(curve)
+        if step % 5 == 0:
+            curve[step] = measure_policy(model, tokenizer, held_out, before)[0]
+    return curve
 
 
 @torch.no_grad()
@@ -661,7 +661,7 @@ def demo():
     torch.set_num_threads(1)
     model, extra = load_model(Path(__file__).parent / "assets" / "sft")
     tokenizer = Tokenizer(**extra["tokenizer"])
-    rollouts = flagged_demonstrations(tokenizer, range(400))[:160]
+    rollouts = flagged_demonstrations(tokenizer, range(200))[:80]
     held_out = flagged_demonstrations(tokenizer, range(1000, 1060))[:16]
 
     # Where does a hint disagree with the policy? The turn of which it is most so
@@ -678,15 +678,14 @@ def demo():
 
     # The cure
     curve = distill(model, tokenizer, rollouts, held_out)
-    for step in range(0, len(curve), 5):
-        wrong, good, moved = curve[step]
+    for step, (wrong, good, moved) in curve.items():
         now = f"wrong tools {wrong:.3f}  offered tools {good:.3f}"
         print(f"step {step:2}  {now}  other tokens moved {moved:.4f}")
     draw_hint(names, kl, taught, curve, path)
     print(
-        f"The hint disagrees by {kl.max():.2f} nats at one token. {len(curve) - 1} steps of "
-        f"distilling such calls took\nwrong tools from {curve[0][0]:.2f} to {curve[-1][0]:.3f}, "
-        f"with no hint in the context. Figure: {path}"
+        f"The hint disagrees by {kl.max():.2f} nats at one token. 20 steps of distilling such calls "
+        f"took\nwrong tools from {curve[0][0]:.2f} to {curve[20][0]:.3f}, with no hint in the "
+        f"context. Figure: {path}"
     )
 
 

@@ -77,7 +77,7 @@ def draw_kl_variances(kl, variances, path):
 
 def draw_hint(names, kl, taught, curve, path):
     """names, kl, taught (N,): the tokens of a turn, the hint's KL at each, is it in the loss? curve
-    (steps, 3): probability of the wrong tools, of the offered ones, KL of all other tokens"""
+    {step: (probability of the wrong tools, of the offered ones, KL of all other tokens)}"""
     # Left: the divergence at each token.
     title = "Where the hint disagrees (red: in the loss)"
     figure, (left, right) = make_axes(title, "", "KL(student | teacher), nats", 2)
@@ -87,9 +87,10 @@ def draw_hint(names, kl, taught, curve, path):
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
 
     # Right: how the policy changes while it is distilled.
-    for j, name in enumerate(("wrong tools", "offered tools", "KL of other tokens")):
-        right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
-    right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
+    curves = zip(("wrong tools", "offered tools", "KL of other tokens"), zip(*curve.values()))
+    for name, values in curves:
+        right.plot(list(curve), values, label=f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
+    right.set(xlabel="distillation step", ylabel="probability (KL: nats)", xticks=list(curve))
     right.set_title("What the student does without the hint")
     right.legend(frameon=False, fontsize=8, loc="center right")
     save_figure(figure, path)
