@@ -163,9 +163,8 @@ class Config:
     rope_theta: float = flag(
         1000.0, at_least=1.1, why="pairs of dimensions turn slower one by one", gpu=10000.0
     )
-    # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
-    # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
-    # numbers, slower
+    # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4.
+    # These are emulated: the same numbers, slower
     precision: str = flag("dtype", choices=("dtype", "mxfp8", "nvfp4"), idle_with="layers=1")
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # every stage from the model's own predictions and changes no other weight.

@@ -10,26 +10,23 @@ no token's value depends on the others in its batch. The plain form is moe.Exper
 does not round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts
 LowPrecisionExperts into its place.
 
-Where the tensor cores multiply such numbers (compute capability 10, a B200, and later) they do;
-elsewhere the same numbers are multiplied in the dtype of x, to the same result up to the order of
-sums (tests/test_moe.py reads the bytes of both by the tables of the formats).
+The formats are emulated: numbers are rounded to what a format holds, and multiplied in the dtype of
+x (tests/test_fast_low_precision.py searches the tables of the formats for every value).
 
-Left out: a backward in the small formats (Cursor computes it in MXFP8). The gradient is that of the
-products of the rounded values, and passes straight through the rounding.
+Left out: the kernels of the cards that multiply such numbers themselves (from the B200 on), which
+would be faster and give the same result up to the order of sums. And a backward in the small
+formats (Cursor computes it in MXFP8): the gradient is that of the products of the rounded values,
+and passes straight through the rounding.
 
-Letters: R rows, C columns (the axis that is summed over), M rows sorted by expert, E experts.
-
-    python -m fast.low_precision    trains a small model and prints what each format costs
+Letters: C columns (the axis that is summed over), M rows sorted by expert, E experts.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import moe
-from fast.cpu_kernels import grouped_swiglu
 from fast.decode import joined
 
 # ---------------------------------------------------------------- the formats
@@ -49,20 +46,21 @@ def nearest(x, mantissa, lowest):
     return (x / step).round() * step
 
 
-def mxfp8_parts(x):
-    """x (..., C) -> numbers of E4M3 (..., C/32, 32), and for every 32 of them a power of two (...,
-    C/32, 1), chosen so that the largest number is at most 448"""
+def mxfp8(x):
+    """x (..., C) rounded to what MXFP8 can hold: numbers of E4M3, and for every 32 of them a power
+    of two, chosen so that the largest number is at most 448"""
     blocks = x.float().unflatten(-1, (-1, 32))  # (..., C/32, 32)
     fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))  # (..., C/32, 1)
     # The largest E4M3 is 448 = 0.875 * 2^9. The scale is rounded up, so that nothing saturates.
     scale = power_of_two((exponent - 9 + (fraction > 0.875)).clamp(min=-126))
-    return nearest(blocks / scale, 3, -6), scale
+    numbers = nearest(blocks / scale, 3, -6)
+    return (numbers * scale).flatten(-2).to(x.dtype)
 
 
-def nvfp4_parts(x):
-    """x (..., C) -> numbers of E2M1 (..., C/16, 16), an E4M3 scale for every 16 of them (..., C/16,
-    1), and an FP32 scale (..., 1, 1). In Cursor's variant the FP32 scale belongs to the row (the
-    token), not to the tensor, so no token's value depends on the others in its batch."""
+def nvfp4(x):
+    """x (..., C) rounded to what NVFP4 can hold: numbers of E2M1, an E4M3 scale for every 16 of
+    them, and an FP32 scale. In Cursor's variant the FP32 scale belongs to the row (the token), not
+    to the tensor, so no token's value depends on the others in its batch."""
     blocks = x.float().unflatten(-1, (-1, 16))  # (..., C/16, 16)
     top = blocks.abs().amax(-1, keepdim=True)  # (..., C/16, 1)
 
@@ -78,18 +76,7 @@ def nvfp4_parts(x):
     # Each block's scale takes its largest number to 6, as near as E4M3 comes to it. A scale
     # that was rounded down saturates the largest numbers. 2^-9 is the smallest E4M3 above 0.
     scale = nearest(top / largest / row, 3, -6).clamp(2**-9, 448)
-    return nearest(blocks / (scale * row), 1, 0).clamp(-6, 6), scale, row
-
-
-def mxfp8(x):
-    """x (..., C) rounded to what MXFP8 can hold"""
-    numbers, scale = mxfp8_parts(x)  # (..., C/32, 32), (..., C/32, 1)
-    return (numbers * scale).flatten(-2).to(x.dtype)
-
-
-def nvfp4(x):
-    """x (..., C) rounded to what NVFP4 can hold"""
-    numbers, scale, row = nvfp4_parts(x)  # (..., C/16, 16), (..., C/16, 1), (..., 1, 1)
+    numbers = nearest(blocks / (scale * row), 1, 0).clamp(-6, 6)
     return (numbers * scale * row).flatten(-2).to(x.dtype)
 
 
@@ -109,102 +96,15 @@ class Quantize(torch.autograd.Function):
         return grad, None
 
 
-# ---------------------------------------------------------------- products in hardware
-
-
-def tiled(scale):
-    """Block scales (R, S), one byte each, in the order that the products want: tiles of 128 rows by
-    4 columns, one behind the other. Row r of a tile begins at byte 16 (r mod 32) + 4 (r div 32)
-    (cuBLAS documentation, "1D block scaling factors layout")."""
-    R, S = scale.shape
-    tiles = F.pad(scale.view(torch.uint8), (0, -S % 4, 0, -R % 128))
-    tiles = tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))  # (R/128, 4, 32, S/4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
-
-
-def packed(x, precision):
-    """x (R, C) as the operand of a scaled product -> its numbers, (R, C) in MXFP8 or two to a byte
-    (R, C/2) in NVFP4; block scales in tiles; and the rows' scales (R, 1), ones in MXFP8"""
-    if precision == "mxfp8":
-        numbers, scale = mxfp8_parts(x)
-        codes = numbers.flatten(1).to(torch.float8_e4m3fn)  # (R, C)
-        return codes, tiled(scale[..., 0].to(torch.float8_e8m0fnu)), scale.new_ones(len(x), 1)
-
-    # The code of an E2M1 number is a sign bit and its place in the table of the eight sizes.
-    numbers, scale, row = nvfp4_parts(x)
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=x.device)
-    codes = torch.bucketize(numbers.abs(), sizes) + 8 * (numbers < 0)  # (R, C/16, 16)
-    codes = codes.flatten(1).to(torch.uint8)  # (R, C)
-
-    # Two codes to a byte, the first one in the low bits.
-    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
-    return pairs, tiled(scale[..., 0].to(torch.float8_e4m3fn)), row[..., 0]
-
-
-class ScaledProduct(torch.autograd.Function):
-    """The experts' products on tensor cores that take the small formats, one expert at a time: x
-    (M, C) sorted by expert, w (E, R, C), counts (E,) -> (M, R). The gradient is the same as without
-    such cores: products of the rounded values in the dtype of x."""
-
-    @staticmethod
-    def forward(ctx, x, w, counts, precision):
-        ctx.save_for_backward(x, w, counts)
-        ctx.precision = precision
-        kind = F.ScalingType.BlockWise1x32 if precision == "mxfp8" else F.ScalingType.BlockWise1x16
-        # how block scales are laid out (see tiled), and the result (M, R)
-        order, y = F.SwizzleType.SWIZZLE_32_4_4, x.new_empty(len(x), w.shape[1])
-        sizes = counts.tolist()
-        for rows, weight, out in zip(x.split(sizes), w, y.split(sizes)):
-            if not len(rows):
-                continue
-
-            # Both operands are rounded along C: x per token, w per output row.
-            a, a_scale, a_row = packed(rows, precision)
-            b, b_scale, b_row = packed(weight, precision)
-            scales = (a_scale, kind, b_scale, kind, order, order)
-            product = F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16)
-
-            # The cores apply the block scales; the scales of rows are left to do: (m, 1), (1, R).
-            out.copy_(product * a_row * b_row.T)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, counts = ctx.saved_tensors
-        offsets, quantize = counts.cumsum(0).to(torch.int32), FORMATS[ctx.precision]
-        dx = F.grouped_mm(grad, quantize(w), offs=offsets)  # (M, C)
-        dw = F.grouped_mm(grad.t(), quantize(x), offs=offsets)  # (E, R, C)
-        return dx, dw, None, None
-
-
-def scales_in_hardware(device):
-    """Do the tensor cores of this device multiply MXFP8 and NVFP4? Compute capability 10 (B200) and
-    later."""
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= (10, 0)
-    )
-
-
 # ---------------------------------------------------------------- the experts
 
 
 def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision, rounded=False):
-    """As grouped_swiglu, but the operands of every product are rounded to `precision`. Tensor cores
-    multiply them where they can; elsewhere the same numbers are multiplied in the dtype of x.
-    rounded: the weights are rounded already"""
-    # In hardware: ScaledProduct rounds both operands itself.
-    if scales_in_hardware(x.device):
-
-        def multiply(rows, weights):
-            return ScaledProduct.apply(rows, weights.to(rows.dtype), counts, precision)
-
-        return multiply(F.silu(multiply(x, w_gate)) * multiply(x, w_up), w_down)
-
-    # Emulated: the weights are rounded in each product, the rows before it.
+    """As grouped_swiglu, but the operands of every product are rounded to `precision`. rounded: the
+    weights are rounded already"""
     offsets = counts.cumsum(0).to(torch.int32)  # (E,): where each expert's rows end
 
+    # The weights are rounded in each product, the rows before it.
     def multiply_rounded(rows, weights):
         if not rounded:
             weights = Quantize.apply(weights.to(rows.dtype), precision)
@@ -226,8 +126,8 @@ class LowPrecisionExperts(moe.Experts):
 
     def forward(self, x, counts):
         weights = self.local_weights()
-        # In sampling, weights serve thousands of steps: where rounding is emulated, once is enough.
-        rounded = torch.is_inference_mode_enabled() and not scales_in_hardware(x.device)
+        # In sampling, weights serve thousands of steps: they are rounded once.
+        rounded = torch.is_inference_mode_enabled()
         if rounded:
             round_all = partial(round_weights, weights, x.dtype, self.precision)
             weights = joined(self, weights, round_all)
@@ -236,46 +136,3 @@ class LowPrecisionExperts(moe.Experts):
 
 def round_weights(weights, dtype, precision):
     return [FORMATS[precision](weight.to(dtype)) for weight in weights]
-
-
-@torch.inference_mode()
-def price_of_precision(model, tokens):
-    """{format: relative error of the last layer's expert outputs}, on the rows that its router
-    sends to the experts for these tokens (B, T)"""
-    # Watch what the experts are given while the model reads the tokens.
-    layer, seen = model.layers[-1].ffn, []
-    run = layer.dispatch
-
-    def watch(x, counts, experts):
-        seen.append((x, counts))
-        return run(x, counts, experts)
-
-    layer.dispatch = watch
-    model(tokens)
-    layer.dispatch, (x, counts) = run, seen[0]
-
-    # The same rows once exactly, and once in each format.
-    weights = (layer.experts.w_gate, layer.experts.w_up, layer.experts.w_down)
-    exact = grouped_swiglu(x, counts, *weights).float()
-    kinds = {
-        "bf16": lambda: grouped_swiglu(x.bfloat16(), counts, *weights),
-        "MXFP8": partial(low_precision_swiglu, x, counts, *weights, "mxfp8"),
-        "NVFP4": partial(low_precision_swiglu, x, counts, *weights, "nvfp4"),
-    }
-    return {
-        name: float((multiply().float() - exact).norm() / exact.norm())
-        for name, multiply in kinds.items()
-    }
-
-
-def main():
-    torch.set_num_threads(1)
-    data = moe.python_bytes()
-    model = moe.train_small(replace(moe.DEMO, mtp=1), data, rate=2e-2)[0]
-    costs = price_of_precision(model, data[:512].view(8, 64))
-    found = ", ".join(f"{name} {error:.1%}" for name, error in costs.items())
-    print(f"relative error of the expert outputs: {found}")
-
-
-if __name__ == "__main__":
-    main()
