@@ -85,12 +85,6 @@ def thirds(values):
     return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values)
 
 
-# A third: the same label, with few demonstrations of little care.
-def low_less_often():
-    low, medium, high = length_penalty.SETTINGS
-    train.settings = lambda config: (low, medium, medium, high, high)
-
-
 # 3. A digit in the place of a word. Three of them are trained, and two more are asked for.
 DIGITS = {"1": "low", "5": "medium", "9": "high"}
 

@@ -415,7 +415,7 @@ def main(module, argv):
     if problem:
         text += f"\n{problem}"
 
-    record = {**record, "table": text, "differences": tables.paired_differences(results)}
+    record = {**record, "table": text}
     (folder / f"{name}.json").write_text(to_json(record, indent=1))
     if keep:
         shutil.copy(folder / f"{name}.json", HERE / "results")

@@ -120,21 +120,6 @@ def mean_and_deviation(values):
     return f"{mean} ({format_number(float(np.std(values, ddof=1)), '{:.3f}')})"
 
 
-def paired_differences(results):
-    """Each arm less the first one, seed by seed -> {arm: {number: [difference of a seed]}}"""
-    first, *others = results
-    # The runs of two arms at the same place have the same seed.
-    columns = known_columns(results)
-    differences = {}
-    for arm in others:
-        pairs = list(zip(results[first], results[arm]))
-        differences[arm] = {
-            column: [after["end"][column] - before["end"][column] for before, after in pairs]
-            for column in columns
-        }
-    return differences
-
-
 def compare(question, results):
     """-> the text of the table: arms against numbers, the longer list downwards; below it the
     differences in what is solved"""
@@ -154,13 +139,14 @@ def compare(question, results):
         what = "one seed: the spread is not known"
     lines = [f"{question}  ({what})", *align_columns(rows)]
 
-    # What is solved, less the first arm: runs of one seed differ by the arm alone.
-    first = next(iter(results))
-    for arm, differences in paired_differences(results).items():
-        if "solved" in differences:
-            each = ", ".join(f"{d:+.3f}" for d in differences["solved"])
-            mean = mean_and_deviation(differences["solved"])
-            lines.append(f"solved, {arm} less {first}: {mean}, seed by seed {each}")
+    # What is solved, less the first arm, seed by seed: runs of one seed differ by the arm alone.
+    first, *others = results
+    for arm in others if "solved" in columns else ():
+        pairs = zip(results[first], results[arm])
+        differences = [after["end"]["solved"] - before["end"]["solved"] for before, after in pairs]
+        each = ", ".join(f"{d:+.3f}" for d in differences)
+        mean = mean_and_deviation(differences)
+        lines.append(f"solved, {arm} less {first}: {mean}, seed by seed {each}")
     return "\n".join(lines)
 
 

@@ -43,6 +43,8 @@ from rollout import Request
 # or 2.
 NGRAM_SIZES = 8, 4, 2
 MAX_NGRAMS = 1 << 20  # some 200 MB; then the table is emptied
+# The agents' turns are handled every so many steps, so that prefills come in batches.
+STRIDE = 4
 # To read so many cached entries again costs a row as much as one token more.
 KEYS_PER_TOKEN = 64
 
@@ -130,9 +132,8 @@ class Sampler:
     """The twin of rollout.Sampler: many agents decode in one batch, whose rows change while it runs
     (continuous batching). One step then reads the weights once for all agents.
 
-    rows: how many agents decode at once. window: tokens of a context at most. stride: the agents'
-    turns are handled every so many steps, so that prefills come in batches. draft: how many tokens
-    are proposed ahead at most, 0 for none. threads: tools that run at once."""
+    rows: how many agents decode at once. window: tokens of a context at most. draft: how many
+    tokens are proposed ahead at most, 0 for none."""
 
     most_rows = 128  # more take longer than they save
 
@@ -143,19 +144,16 @@ class Sampler:
         rows=96,
         window=512,
         temperature=1.0,
-        stride=4,
         draft=3,
-        threads=max(4, os.cpu_count() or 1),
     ):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.rows = min(rows, self.most_rows)
         self.window = window
         self.temperature = temperature
-        self.stride = stride
         self.draft = draft
         self.device = model.embed.weight.device
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1))
         self.cache = None  # made by the first run
         self.ngram_table = {}  # the last tokens of a context -> the token that followed
 
@@ -197,7 +195,7 @@ class Sampler:
             unfed = [row for row in rows if row.sampling and len(row.context) - row.cached > 1]
             self.prefill(unfed, rows)
 
-            for _ in range(self.stride if rows else 0):
+            for _ in range(STRIDE if rows else 0):
                 self.refresh()
                 self.step(rows)
 
