@@ -92,7 +92,6 @@ from world.task import Action, Discard, Refusal, Task
 from repositories.task_file import instance, read_tasks
 from repositories.task_flags import read_flags, refuse_unwritable
 from world.tools import TOOLS
-from world.tree import keep_modes, tree_meta
 from world.workspace import Workspace
 
 
@@ -578,7 +577,6 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
     # 4) Half of them are hidden: they are the reward. The others stay where the agent sees them.
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))
     visible = without_tests(without_test_copies(files, base, hidden), hidden)
-    visible = keep_modes(visible, files)
     inherited = inherited_tests(files, stable, groups)
     passed = [node for node in stable if outcomes.get(node) == "passed"]
 
@@ -605,7 +603,6 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),
-            **tree_meta(files),
         },
     )
 

@@ -28,7 +28,6 @@ from world.machine import shown_folders
 from world.tree import PROTECTED
 from repositories.source import code_lines, file_of_test, find_test, package_root
 from world.untrusted import FUNCTIONS
-from world.tree import Link
 
 
 def installed_copies(files):
@@ -164,11 +163,11 @@ def telltales(files, names):
 
     A text without a suffix (LICENSE, Makefile) may hold any word. It counts only where `def` or
     `class` stands before the name, as in an index of definitions."""
-    # Sources, prose and links are passed over.
+    # Sources and prose are passed over.
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
     found = []
     for path, text in files.items():
-        if path.endswith(prose) or isinstance(text, Link):
+        if path.endswith(prose):
             continue
         # In a file of plain words a name alone says nothing: its definition has to be there.
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text

@@ -21,7 +21,7 @@ from repositories.source import (
     remove_statements,
     replace_bodies,
 )
-from world.tree import PROTECTED, Link
+from world.tree import PROTECTED
 
 
 def sources(files):
@@ -31,7 +31,6 @@ def sources(files):
         path
         for path in files
         if path.endswith(".py")
-        and not isinstance(files[path], Link)
         and not PROTECTED.search(path)
         and not re.match(r"docs?/|examples?/", path)
     ]

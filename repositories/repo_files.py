@@ -19,7 +19,6 @@ from repositories.deletion import sources
 from repositories.source import package_root
 from world.untrusted import is_python
 from world.task import Refusal
-from world.tree import has_own_mode, read_link, with_mode
 
 JUNK = re.compile(
     r"(^|/)(__pycache__"
@@ -34,8 +33,8 @@ MOST_FILES, MOST_BYTES = 5000, 32 << 20
 
 
 def copy_repository(repo):
-    """path -> text of everything an agent may see, with modes and links; bytes that are no text are
-    surrogates. Refusal where the folder holds no usable repository.
+    """path -> text of everything an agent may see; bytes that are no text are surrogates. Refusal
+    where the folder holds no usable repository. Symbolic links are left out.
 
     A Python file that Python 3 cannot read (a template, a sample, Python 2) is copied like any
     other; no feature is taken from it."""
@@ -44,36 +43,25 @@ def copy_repository(repo):
         raise Refusal(f"{repo or '--repo'}: no such directory")
 
     for folder, folders, names in os.walk(root):
-        # os.walk lists a link to a folder among the folders. Here it is an entry like a file, and
-        # neither it nor junk is walked into.
-        names += [name for name in folders if Path(folder, name).is_symlink()]
+        # Neither junk nor a link to a folder is walked into.
         below = "" if folder == str(root) else f"{Path(folder).relative_to(root).as_posix()}/"
         inside = [name for name in folders if not JUNK.search(f"{below}{name}/")]
-        folders[:] = sorted(set(inside) - set(names))
+        folders[:] = sorted(inside)
 
-        # Keep links that stay inside, and files that are not compiled Python. What is beyond the
-        # limit of bytes is not read, only counted.
+        # Keep files that are not compiled Python. What is beyond the limit of bytes is not read,
+        # only counted.
         for name in sorted(names):
             place = Path(folder, name)
             path = below + name
             # an extension that was compiled in its place is no junk: the suite may need it
             if JUNK.search(path.removesuffix(".so")):
                 continue
-            if place.is_symlink():
-                link = read_link(place, root)
-                target = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
-                if link is None or JUNK.search(target):
-                    continue
-                files[path] = link
-            elif place.is_file():
-                status = place.stat()
-                size += status.st_size
+            if place.is_file() and not place.is_symlink():
+                size += place.stat().st_size
                 data = place.read_bytes() if size <= MOST_BYTES else b""
                 if leftovers.is_bytecode(data):
                     continue
                 files[path] = data.decode("utf-8", "surrogateescape")
-                if has_own_mode(status.st_mode):
-                    files[path] = with_mode(files[path], status.st_mode)
 
             # The first file beyond a limit ends the walk.
             if len(files) > MOST_FILES or size > MOST_BYTES:

@@ -73,8 +73,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     plan, name = first["plan"], Path(repo).resolve().name
 
     # 2) Keep the tests that pass in every run and are not too slow. A suite in which more tests
-    # fail than pass is refused. A test behind a link to a folder stands in no file of the tree that
-    # could be changed.
+    # fail than pass is refused. A test that stands in no file of the tree is not kept.
     runs = run_many_times(repo, files, sandbox, first, time_limit)
     passing, slow, red = sort_tests(runs)
     stable = sorted(node for node in passing - slow if file_of_test(node) in files)

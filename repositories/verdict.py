@@ -26,7 +26,7 @@ from repositories.source import function_of_test, import_names
 from world.files import printable
 from world.judge import judge_generated
 from world.task import Verdict
-from world.tree import PROTECTED, keep_modes, with_links
+from world.tree import PROTECTED
 
 
 def judge(task, files, sandbox):
@@ -85,11 +85,7 @@ def overlay(task, files):
     # The repository's own files, the part of the submission that is judged, and, over both, the
     # original tests and configuration (`pristine`).
     base = {path: text for path, text in task.files.items() if path not in task.solution}
-    tree = {**base, **submitted(task, files), **task.meta["pristine"]}
-
-    # Links and modes are put back, since what an agent hands in is plain texts.
-    original = {**task.files, **task.solution, **task.meta["pristine"]}
-    return keep_modes(with_links(tree, task.files), original)
+    return {**base, **submitted(task, files), **task.meta["pristine"]}
 
 
 def mutated(task, tree, number):

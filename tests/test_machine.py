@@ -30,7 +30,6 @@ from world.machine import MachineFailure
 from fast import workers
 from world.sandbox import Sandbox
 from world.task import Task
-from world.tree import keep_modes, with_mode
 from world.workspace import Workspace
 
 ROOT = Path(st.__file__).parent
@@ -445,18 +444,6 @@ def test_what_a_command_put_in_a_files_place_is_neither_read_nor_waited_for(name
             with pytest.raises(ToolError):
                 call()
         assert time.perf_counter() - start < 4
-
-
-def test_modes_that_an_agent_gives_and_takes_are_handed_in(tmp_path):
-    files = {"run.sh": with_mode("#!/bin/sh\necho 1\n", 0o755), "new.sh": "#!/bin/sh\necho 2\n"}
-    with Workspace(Task("x", "", files, {}), Sandbox()) as workspace:
-        workspace.edit("run.sh", "echo 1", "echo 3")
-        workspace.run("chmod 644 run.sh; chmod +x new.sh")
-        submitted = keep_modes(workspace.files(), files)
-        assert [submitted[name].mode for name in ("run.sh", "new.sh")] == [0o644, 0o755]
-        world_files.write_tree(submitted, tmp_path)
-    assert (tmp_path / "new.sh").stat().st_mode & 0o777 == 0o755
-    assert (tmp_path / "run.sh").stat().st_mode & 0o777 == 0o644
 
 
 # ---------------------------------------------------------------- what is remembered

@@ -27,7 +27,6 @@ from pathlib import Path
 from world.edits import ToolError
 from world.machine import MachineFailure, is_machine_failure
 from world.task import Refusal
-from world.tree import FileText, Link, has_own_mode, with_mode, write_links
 
 
 def walk(root):
@@ -131,17 +130,14 @@ def open_inside(root, path, flags):
     return file
 
 
-def read_file(root, path, most, keep_mode=False):
-    """The text of a file that an agent may have written, with its mode where that is not the usual
-    one (or keep_mode). Errors as of open_inside; ToolError also for more than `most` bytes."""
+def read_file(root, path, most):
+    """The text of a file that an agent may have written. Errors as of open_inside; ToolError also
+    for more than `most` bytes."""
     with open(open_inside(root, path, os.O_RDONLY), "rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_size > most:
+        if os.fstat(file.fileno()).st_size > most:
             raise ToolError(f"too large: {path[:80]}")
         # it may grow meanwhile, so the read has a bound
-        text = file.read(most + 1).decode("utf-8", "surrogateescape")
-    keep_mode = keep_mode or has_own_mode(status.st_mode)
-    return with_mode(text, status.st_mode) if keep_mode else text
+        return file.read(most + 1).decode("utf-8", "surrogateescape")
 
 
 def write_file(root, path, text):
@@ -169,25 +165,16 @@ def tree_key(files, command):
 
 
 def write_tree(files, root):
-    """Writes a tree into a folder, modes and links included. Refusal where a path or a link leads
-    out of it."""
+    """Writes a tree into a folder. Refusal where a path leads out of it."""
     for path, text in files.items():
         place = Path(root) / path
         # The tree may come from a stranger's file of tasks.
         if os.path.isabs(path) or ".." in place.parts:
             raise Refusal(f"{path!r} leads out of its tree")
-        # Links come last, so that no file is written through one.
-        if isinstance(text, Link):
-            continue
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(text.encode("utf-8", "surrogateescape"))
         # Whatever the umask of the shell that this process was started from.
-        place.chmod(text.mode if isinstance(text, FileText) else 0o644)
-
-    # Last the links, which write_links checks all together.
-    outside = write_links(files, root)
-    if outside:
-        raise Refusal(f"the link {outside!r} leads out of its tree or cannot be made")
+        place.chmod(0o644)
 
 
 def matches(files, query, hits=20):

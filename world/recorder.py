@@ -16,7 +16,6 @@ from world.edits import ToolError
 from world.files import largest_size, read_file
 from world.tree import is_protected
 from world.untrusted import DEFINITIONS, parsed
-from world.tree import Link
 
 # Files that can hold the deleted code. The caches of pytest and ruff hold none, and these tools
 # read them in every honest run.
@@ -188,11 +187,7 @@ class Recorder:
         # What the rollout's files hold: tests and configuration, and leftovers of the original.
         self.root, self.files, self.largest = str(root), files, largest_size(files)
         self.renamed = renamed  # see `weakened`
-        self.protected = [
-            path
-            for path, text in files.items()
-            if is_protected(path) and not isinstance(text, Link)
-        ]
+        self.protected = [path for path in files if is_protected(path)]
         self.leftovers = {path for path in files if LEFTOVER.search(path)}
 
         # Controls are files that no program under test reads: whoever opens them beside leftovers

@@ -20,7 +20,6 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from world.tools import TOOLS
-from world.tree import as_stored
 
 
 @dataclass
@@ -42,14 +41,6 @@ class Task:
     FAIL_TO_PASS: list = field(default_factory=list)
     PASS_TO_PASS: list = field(default_factory=list)
     meta: dict = field(default_factory=dict)
-
-    def __post_init__(self):
-        # JSON forgets which files are executable and which are links; `meta` keeps that.
-        if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
-            pristine = self.meta.get("pristine", {})
-            self.files = as_stored(self.files, self.meta)
-            self.solution = as_stored(self.solution, self.meta)
-            self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
 
     @property
     def renamed(self):

@@ -35,7 +35,6 @@ from world.machine import MachineFailure, as_machine_failure, fresh_directory
 from world.memo import is_function_of_files
 from world.recorder import Recorder
 from world.sandbox import CutOutput, Sandbox
-from world.tree import FileText
 
 
 class Workspace:
@@ -70,10 +69,8 @@ class Workspace:
         self.directory.cleanup()
 
     def text(self, path):
-        """The text of a file, with its mode where the task's file or this one has a mode of its
-        own. What is too large or no regular file is a ToolError."""
-        has_mode = isinstance(self.task.files.get(path), FileText)
-        return read_file(self.root, path, self.largest, has_mode)
+        """The text of a file. What is too large or no regular file is a ToolError."""
+        return read_file(self.root, path, self.largest)
 
     def read(self, path):
         """The text of a file as the agent sees it; of a long one the beginning and the end."""
