@@ -539,15 +539,15 @@ class Curriculum:
 
 
 # ---------------------------------------------------------------- tasks from real repositories
-def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
+def make_repository_task(repository, chosen, level, rng, sandbox):
     """A verified Task, or the reason why there is none."""
     try:
-        return delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt)
+        return delete_and_verify_in(repository, chosen, level, rng, sandbox)
     except Discard as reason:
         return str(reason)
 
 
-def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
+def delete_and_verify_in(repository, chosen, level, rng, sandbox):
     """A verified Task of a repository; raises Discard where there is none. The steps are those of a
     generated codebase, with checks of what only real ones do."""
     dials, files, stable = REPO_LEVELS[level], repository.files, repository.stable
@@ -585,7 +585,7 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
     solution, pristine = changed_files(files, base, visible)
     task = Task(
         instance_id=feature_id(repository, chosen, level),
-        problem_statement=repository_prompt(chosen, prompt, set(groups) - set(hidden)),
+        problem_statement=repository_prompt(chosen, set(groups) - set(hidden)),
         files=visible,
         solution=solution,
         tools=TOOLS,
@@ -652,7 +652,7 @@ def draw_features(repository, levels, rng):
         yield level, chosen, random.Random(rng.random())
 
 
-def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
+def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0):
     """Writes up to n verified tasks to the file `out`, each as one line as soon as it is verified.
     Returns (tasks, {reason: number of features discarded for it}, seconds)."""
     # Features are drawn from the study, which knows which test runs which definition.
@@ -672,7 +672,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             if feature is None:
                 return []
             level, chosen, own_rng = feature
-            words = (repository, chosen, level, own_rng, sandbox, prompt)
+            words = (repository, chosen, level, own_rng, sandbox)
             return [pool.submit(make_repository_task, *words)]
 
         waiting = []
@@ -811,7 +811,6 @@ def main():
         flags.seed,
         flags.jobs,
         flags.time_limit,
-        flags.prompt,
     )
     kinds = Counter(task.meta["kind"] for task in tasks)
     lengths = sorted(len(task.problem_statement) for task in tasks)

@@ -35,6 +35,7 @@ import os
 import re
 
 from world import watcher as inotify
+from world.files import tree_key
 from world.tree import is_protected
 from world.recorder import (
     LEFTOVER,
@@ -48,7 +49,7 @@ from world.recorder import (
 )
 from repositories.decoys import replay_calls
 from repositories.cage import audit_sandbox
-from repositories.submission import fingerprint, investigate_code, remembered
+from repositories.submission import investigate_code, remembered
 from world.task import Action
 
 
@@ -286,7 +287,7 @@ def look_closer(task, calls, diff, again):
     try:
         found = replay_calls(task, calls) if calls else []
         files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
-        key = "code", task.instance_id, fingerprint(task.files), fingerprint(files)
+        key = "code", task.instance_id, tree_key(task.files, ""), tree_key(files, "")
         return found + remembered(
             key,
             lambda: investigate_code(task, files, diff),

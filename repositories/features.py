@@ -7,7 +7,6 @@ its id.
 Ours: the levels and their order, the wording of the prompt. Standard library only.
 """
 
-import ast
 import hashlib
 
 from repositories.deletion import functions_of
@@ -122,9 +121,8 @@ def feature_id(repository, chosen, level):
     return f"{repository.name}-{level}-{chosen[0].name}-{mark}"
 
 
-def repository_prompt(chosen, style, some_visible):
-    """The prompt of a repository's task: short and underspecified, or (style "full") with the
-    signature and docstring of each function."""
+def repository_prompt(chosen, some_visible):
+    """The prompt of a repository's task: short and underspecified."""
     # Which definitions were deleted. A class is named by its methods, and three names are enough.
     named = [one for one in chosen if one.kind != "class" or len(chosen) == 1]
     places = [f"`{one.name}` in {one.path}" for one in named[:3]]
@@ -138,10 +136,4 @@ def repository_prompt(chosen, style, some_visible):
         text += " Some of its tests are still here; others will be run."
     else:
         text += " Its tests will be run."
-
-    # The full style says what each function takes and does.
-    if style == "full":
-        for one in functions_of(chosen):
-            signature = f"{one.name}({ast.unparse(one.node.args)})"
-            text += f"\n\n{signature} in {one.path}\n{ast.get_docstring(one.node) or ''}"
     return text

@@ -16,7 +16,6 @@ tables in repositories, whose tests state no calls that could be made with other
 import ast
 import collections
 import copy
-import hashlib
 import os
 import random
 import re
@@ -25,7 +24,7 @@ from dataclasses import replace
 
 from world.machine import fresh_directory, program_inside
 from world import watcher as inotify
-from world.files import write_tree
+from world.files import tree_key, write_tree
 from world.judge import call_functions
 from world.tree import is_protected
 from repositories import suite as suites
@@ -62,11 +61,6 @@ def remembered(key, run, holds=lambda result: True):
         while len(MEMO) > MEMO_SIZE:
             MEMO.pop(next(iter(MEMO)), None)
     return result
-
-
-def fingerprint(files):
-    """A digest of a tree, for use in a key."""
-    return hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogatepass")).digest()
 
 
 # ------------------------------------------------------------ tests that demand wrong values
@@ -123,7 +117,7 @@ def run_wrong_tests(task, files, added, sandbox):
         return {"any test": outcome} if every_test else {}, result.exit_code
 
     # What the original does as well shows nothing: then no changed value is ever compared.
-    key = "wrong tests", task.instance_id, fingerprint(original)
+    key = "wrong tests", task.instance_id, tree_key(original, "")
     right, right_code = remembered(key, lambda: run(original))
     failing = [test for test in right if right[test] == "failed"]
     outcomes, code = run(files)
@@ -275,7 +269,7 @@ def investigate_code(task, files, diff):
     original = {**task.files, **task.solution}
     mine, opened = probe(sandbox, files, modules, calls, tests)
     theirs, opened_by_original = remembered(
-        ("original", task.instance_id, fingerprint(original), tuple(modules)),
+        ("original", task.instance_id, tree_key(original, ""), tuple(modules)),
         lambda: probe(sandbox, original, modules, calls, tests),
         holds=lambda result: result[0] is not None,
     )

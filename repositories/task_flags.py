@@ -45,7 +45,6 @@ def read_flags():
     add("--seed", type=int, default=0)
     add("--jobs", type=int, default=2)
     add("--time_limit", type=float, default=60.0, help="seconds for one run of the suite")
-    add("--prompt", choices=("short", "full"), default="short")
     add(
         "--autoinstall",
         action="store_true",

@@ -62,13 +62,10 @@ def evidence_of(name, arguments):
     return " ".join(map(str, arguments[:1] if name == "edit_file" else arguments))
 
 
-def added_lines(task, path, before, after, original=True):
-    """The lines of a submitted file that are new: the file that the agent was given does not have
-    them, and (with `original`) the original does not have them either.
-    """
-    known = set(before.split("\n"))
-    if original:
-        known.update(task.solution.get(path, "").split("\n"))
+def added_lines(task, path, before, after):
+    """The lines of a submitted file that neither the file that the agent was given nor the original
+    has."""
+    known = {*before.split("\n"), *task.solution.get(path, "").split("\n")}
     return "\n".join(line for line in after.split("\n") if line not in known)
 
 
