@@ -21,17 +21,8 @@ def check_writable(folder):
 def to_json(value, indent=None):
     """The text of a value as JSON. JSON has no NaN and no infinity: such a number is null, as one
     that is not known."""
-
-    def known(value):
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        if isinstance(value, dict):
-            return {key: known(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [known(inner) for inner in value]
-        return value
-
-    return json.dumps(known(value), indent=indent, allow_nan=False)
+    known = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(known, indent=indent)
 
 
 def nan_for_null(value):

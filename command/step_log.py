@@ -12,13 +12,12 @@ batch of rollouts are is said by command/rollout_statistics.py.
 
 import contextlib
 import json
-import math
 from pathlib import Path
 
 from tqdm import tqdm
 
 from command.checkpoints import explain_write_error
-from command.output_files import to_json
+from command.output_files import nan_for_null, to_json
 from command.policy_report import format_number
 
 
@@ -37,8 +36,7 @@ def read_step_log(run, stage):
     entries = []
     for _, text in read_lines(Path(run, f"{stage}.jsonl")):
         # What was no number is null there (output_files.to_json).
-        entry = json.loads(text)
-        entries.append({key: math.nan if x is None else x for key, x in entry.items()})
+        entries.append(nan_for_null(json.loads(text)))
     return entries
 
 

@@ -7,7 +7,6 @@ object on stdin, which is read before any code of the repository runs:
 
     key         random; the answer has to carry it
     words       of pytest's command line
-    folder      where the authors start pytest, relative to the root
     only        node ids of the tests to run; null for all
     everything  also run what is no test function: doctests, checks of style
     limit       seconds for one test; 0 for no limit
@@ -36,7 +35,6 @@ import time
 
 # The first place on the path is the folder that Python is started in.
 order = json.load(sys.stdin)
-os.chdir(os.path.join(root, order["folder"]))
 sys.path[:] = [path or os.getcwd() for path in whole_path]
 
 # Only we write to the real output. What anybody else prints goes to a file; it explains a suite

@@ -148,11 +148,7 @@ def propose(files):
     # The modules that a command can import, the outermost first.
     modules = sorted(module_names(files, set()), key=lambda name: name.count("."))
 
-    # Where no file is named as pytest names tests, those that hold tests are.
-    plan, others = suites.configured_plan(files), suites.other_plans(files)
-    named_so = any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
-    if others and not named_so:
-        plan = others[0][0]
+    plan = suites.configured_plan(files)
     suite = suites.test_command(plan)
 
     def test_run(plan, more=()):
@@ -166,15 +162,14 @@ def propose(files):
     for name in modules[:4]:
         command = f"python -c 'import {name}; print({name}.__name__)'"
         found.append(Proposal(command, f"print {name}", name))
-    alone = suites.configured_plan(files)
-    found += [test_run(replace(alone, paths=[path])) for path in tests]
+    found += [test_run(replace(plan, paths=[path])) for path in tests]
     for name in modules[:3]:
         command = f"python -m pydoc {name}"
         found.append(Proposal(command, f"print the documentation of {name}", name))
     for path in tests:
         for node in ast.walk(parsed(files[path])):
             if (getattr(node, "name", None) or "").startswith("test"):
-                found.append(test_run(replace(alone, paths=[path]), ["-k", node.name]))
+                found.append(test_run(replace(plan, paths=[path]), ["-k", node.name]))
     first = {}
     for one in found:
         first.setdefault(one.command, one)

@@ -62,7 +62,8 @@ def no_tests(repo, files, answer):
             ),
             (
                 is_empty,
-                "pytest finds no tests (files test_*.py or *_test.py with functions test_*)",
+                "pytest finds no tests: functions test_* in files test_*.py or *_test.py, or in "
+                "those that python_files names in its configuration",
             ),
             (
                 began[-1],

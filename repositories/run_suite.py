@@ -5,8 +5,7 @@ JSON. The line must carry a random key that is drawn here and that the child rea
 of the repository is imported. Code of the repository runs in that process all the same, so each
 part of the answer is checked before it is used.
 
-A suite is run by a Plan (repositories/suite.py): where it starts, what is collected, which options
-hold. One run has one seed of Python's hashes and one time zone (WORLDS).
+A suite is run by a Plan (repositories/suite.py): what is collected, which options hold. One run has one seed of Python's hashes and one time zone (WORLDS).
 
     run_suite         -> outcomes, seconds and touched code by node id
     green_command     -> a command line for the agent that is green with the original in place
@@ -88,19 +87,18 @@ def run_by_plan(
     # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:
-        paths = [plan.upwards() + path for path in sorted(set(map(file_of_test, only)))]
+        paths = sorted(set(map(file_of_test, only)))
 
     # Node ids begin at the root, whatever is collected. No failure and no file that cannot be
     # collected ends the run.
-    up = plan.upwards()
     words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
     words += [] if plan.rewrite else ["--assert=plain"]
-    words += ["-c", up + plan.config] if plan.config else []
-    words += ["--rootdir", up or ".", *paths]
+    words += ["-c", plan.config] if plan.config else []
+    words += ["--rootdir", ".", *paths]
 
     # The order for the runner (inside/suite_runner.py lists the fields).
     key = os.urandom(16).hex()
-    order = dict(key=key, words=words, folder=plan.folder, only=only, everything=everything)
+    order = dict(key=key, words=words, only=only, everything=everything)
     order |= dict(reverse=reverse, trace=trace, times=times, limit=sandbox.time_limit / 4 * limit)
     environment = ["env", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
     began = time.perf_counter()

@@ -216,44 +216,23 @@ def note_tests(files, found, stable, touched):
 
 
 def find_plan(repo, files, sandbox):
-    """The answer of the first run, by the plan that makes most tests pass: pytest's own
-    configuration, or files that hold tests by other names. A Refusal tells why there is no such
-    plan.
-    """
-    # By pytest's own configuration.
+    """The answer of the first run, by pytest's own configuration. A Refusal tells why there is
+    none."""
     answer = run_suite(files, sandbox, limit=False)
     if answer.get("timed_out"):
         raise Refusal(too_slow(repo, answer, sandbox.time_limit))
-
-    def passed(one):
-        return sum(outcome == "passed" for outcome in one["outcomes"].values())
-
-    # At least half of the tests pass, a file that cannot be collected counted as one that fails.
-    def healthy(one):
-        uncollected = sum("::" not in where for where in one["errors"])
-        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
-
-    # Where much fails, try the files that hold tests, until one plan is healthy.
-    best, slow = answer, None
-    for plan, why in suites.other_plans(files):
-        if healthy(best):
-            break
-        other = run_suite(files, sandbox, limit=False, plan=plan)
-        slow = other if other.get("timed_out") else slow
-        if passed(other) > passed(best):
-            best = other
-            best["plan"] = replace(plan, said=[*plan.said, why])
-    if not best["outcomes"] and slow:
-        raise Refusal(too_slow(repo, slow, sandbox.time_limit))
-    if not best["outcomes"]:
+    if not answer["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
 
     # A test or a conftest.py may read the message that pytest makes of a failed assertion. Where as
     # many tests pass without, the messages are not made.
-    plain = replace(best["plan"], rewrite=False)
-    if passed(run_suite(files, sandbox, limit=False, plan=plain)) >= passed(best):
-        best["plan"] = plain
-    return best
+    def passed(one):
+        return sum(outcome == "passed" for outcome in one["outcomes"].values())
+
+    plain = replace(answer["plan"], rewrite=False)
+    if passed(run_suite(files, sandbox, limit=False, plan=plain)) >= passed(answer):
+        answer["plan"] = plain
+    return answer
 
 
 def module_names(files, ran):

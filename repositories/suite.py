@@ -8,7 +8,6 @@ repositories/refusals.py, what an installation adds by repositories/editable.py.
 
 import configparser
 import importlib.util
-import os
 import re
 import shlex
 import tomllib
@@ -108,7 +107,6 @@ class Plan:
 
     options: list = field(default_factory=list)  # of pytest, in front of the runner's own
     config: str = ""  # pytest's configuration file
-    folder: str = ""  # where pytest is started
     paths: list = field(default_factory=list)  # what is collected; [] leaves it to pytest
     # pytest rewrites each assertion, so that its message shows the values. That takes half of a
     # run; the runs of the judge go without where no test needs it.
@@ -118,10 +116,6 @@ class Plan:
     def to_meta(self):
         """The fields that a task stores in its `meta`: all but `said`."""
         return {name: value for name, value in vars(self).items() if name != "said"}
-
-    def upwards(self):
-        """The way from the plan's folder to the root, in front of a path: "" or "../" and so on."""
-        return "../" * len(PurePosixPath(self.folder).parts)
 
 
 def plan_of_task(meta):
@@ -133,11 +127,11 @@ def plan_of_task(meta):
     default = Plan()
     is_plan = type(meta) is dict and meta.keys() <= default.to_meta().keys()
     if is_plan and all(type(value) is type(getattr(default, name)) for name, value in meta.items()):
-        # Words that a command line can hold, and paths that do not lead out of the tree.
+        # Words that a command line can hold, and a file that is in the tree.
         plan = Plan(**meta)
-        places, words = [plan.config, plan.folder], [*plan.options, *plan.paths]
-        if all(type(word) is str and "\0" not in word for word in [*places, *words]):
-            if not any(one.startswith("/") or ".." in PurePosixPath(one).parts for one in places):
+        words = [plan.config, *plan.options, *plan.paths]
+        if all(type(word) is str and "\0" not in word for word in words):
+            if not plan.config.startswith("/") and ".." not in PurePosixPath(plan.config).parts:
                 return plan
     raise ValueError("no plan of a suite")
 
@@ -316,38 +310,13 @@ def first_group(pattern, texts):
     return ""
 
 
-# ---------------------------------------------------------------- tests that pytest does not find
-HOLDS_TESTS = re.compile(r"^\s*(async )?def test_|^class \w+\(.*TestCase", re.M)
-
-
-def other_plans(files):
-    """[(Plan, what it does)] for a suite that pytest does not run by itself: it collects every file
-    that holds tests, whatever the file is called, and starts at the root or in their own folder."""
-    paths = [
-        path for path in sorted(files) if path.endswith(".py") and HOLDS_TESTS.search(files[path])
-    ]
-    if not paths:
-        return []
-    plan = configured_plan(files)
-    plans = [(replace(plan, paths=paths), f"the files with tests are named ({paths[0]} and so on)")]
-
-    # The folder that holds all of them: what they open may stand beside them.
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    if folder:
-        inner = [path.removeprefix(folder + "/") for path in paths]
-        plans.append((replace(plan, folder=folder, paths=inner), f"they are started in {folder}"))
-    return plans
-
-
 def test_command(plan, left_out=(), ignored=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root.
 
     left_out: test functions or files whose tests are not run, nor is any test whose id begins like
     theirs (pytest deselects by the beginning); ignored: files that are not collected."""
-    up = plan.upwards()
     words = ["python", "-m", "pytest", "-q", *plan.options]
-    words += [f"--rootdir={up.rstrip('/') or '.'}"] if plan.folder or left_out else []
-    words += [f"--ignore={up}{path}" for path in sorted(ignored)]
+    words += ["--rootdir=."] if left_out else []
+    words += [f"--ignore={path}" for path in sorted(ignored)]
     words += [f"--deselect={node}" for node in sorted(left_out)]
-    line = shlex.join([*words, *plan.paths])
-    return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
+    return shlex.join([*words, *plan.paths])

@@ -321,43 +321,18 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
     assert names(run(files)["outcomes"])["test_more"] == "passed"
 
 
-UNIT = (
-    "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n"
-    "    def test_gross(self):\n        self.assertEqual(gross(10), 12)\n"
-)
-
-
-@pytest.mark.parametrize("path", ["checks/check_price.py", "test.py", "shop/tests/prices.py"])
-@pytest.mark.parametrize("text", [TEST, UNIT], ids=["functions", "unittest"])
-def test_tests_that_pytest_does_not_find_by_their_names_are_found_by_what_they_hold(path, text):
-    files = {"shop/__init__.py": "", "shop/price.py": CODE, path: text}
+@pytest.mark.parametrize("path", ["checks/check_price.py", "test.py"])
+def test_tests_by_other_names_are_refused_with_the_setting_that_finds_them(path):
+    files = {"shop/__init__.py": "", "shop/price.py": CODE, path: TEST}
+    with pytest.raises(world_task.Refusal, match="python_files"):
+        study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+    files["pytest.ini"] = f"[pytest]\npython_files = {os.path.basename(path)}\n"
     answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
-    assert answer["plan"].paths == [path] and path in "\n".join(answer["plan"].said)
     assert names(answer["outcomes"])["test_gross"] == "passed"
-    assert autoinstall.propose(files)[0].command == f"python -m pytest -q {path}"
-
-
-def test_a_suite_that_is_started_in_its_own_folder_is_started_there():
-    reading = TEST.replace("12\n", "int(open('twelve.txt').read())\n")
-    files = {
-        **BASE,
-        "checks/price_checks.py": reading.partition("\n\n\ndef test_twice")[0] + "\n",
-        "checks/twelve.txt": "12",
-    }
-    del files["tests/test_price.py"]
-    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
-    assert answer["outcomes"] == {"checks/price_checks.py::test_gross": "passed"}
-    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_gross"])
-    assert again["outcomes"] == answer["outcomes"]
-    command = suites.test_command(answer["plan"])
-    assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
-    assert run_suite.is_green(
-        run_suite.run_command_in(files, command, cage.repository_sandbox(files, 60))
-    )
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
-    plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"], rewrite=False)
+    plan = suites.Plan(["-o", "addopts="], "tox.ini", ["tests"], rewrite=False)
     assert (
         suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
         and suites.plan_of_task(None) is None
@@ -371,7 +346,6 @@ def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
         {"config": "/etc/x"},
         {"paths": ["a\0"]},
         {"other": 1},
-        {"folder": ".."},
         {"rewrite": "no"},
     ):
         with pytest.raises(ValueError):
@@ -643,10 +617,6 @@ def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tm
         in words
     )
     assert "try --time_limit=" in words
-    # So it is where pytest finds no test by itself, and the files that it is shown are slow.
-    files = {"shop/__init__.py": "", "shop/price.py": CODE, "tests.py": slow}
-    words = refusal(files, tmp_path / "other", time_limit=6)
-    assert "longer than --time_limit=6 s" in words and "tests.py::test_slow was running" in words
 
 
 def test_a_suite_that_is_slow_only_where_its_calls_are_traced_is_refused_as_slow(tmp_path):
@@ -934,7 +904,7 @@ SHELL = "import subprocess, sys\n\n\ndef test_gross():\n    line = 'from shop.pr
         (
             {"m.py": CODE},
             {"m.py": CODE, "test_m.py": "def test_m(): pass\n"},
-            "pytest finds no tests (files test_*.py",
+            "pytest finds no tests: functions test_* in files test_*.py",
         ),
         (
             doctest_only({"m.py": OLD_DOCTEST}),
