@@ -181,14 +181,20 @@ def draw_curves(experiment, results, path):
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
     panels = len(curves) + len(levels) + len(experiment.scatters)
-    figure, ax = drawing.make_axes(experiment.question, "step", "", panels)
+    figure, ax = drawing.make_axes("", "", "", panels)
     axes = list(np.atleast_1d(ax))
+    figure.suptitle(experiment.question)
+    command = f"python -m experiments.{path.stem}    (numbers: first five steps to last five)"
+    figure.supxlabel(command, fontsize=8, family="monospace")
 
-    # Curves by step.
+    # Curves by step. The legend has the means of the first and of the last five steps.
     for panel, name in zip(axes, curves):
         for arm, runs in results.items():
             rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
-            draw_mean_and_seeds(panel, arm, np.array(rows), first_x=1)
+            rows = np.array(rows)  # (seeds, steps)
+            ends = rows.mean(0)[[min(4, rows.shape[1] - 1), -1]]
+            label = f"{arm}: {ends[0]:.2f} to {ends[1]:.2f}"
+            draw_mean_and_seeds(panel, label, rows, first_x=1)
         said, *_ = ROWS.get(name, (WORDS.get(name, name.replace("_", " ")),))
         panel.set(xlabel="step", ylabel=said)
 
@@ -196,11 +202,12 @@ def draw_curves(experiment, results, path):
     for panel, name in zip(axes[len(curves) :], levels):
         for arm, runs in results.items():
             rows = np.array([run["levels"][name] for run in runs])
-            draw_mean_and_seeds(panel, arm, rows, first_x=0)
+            draw_mean_and_seeds(panel, f"{arm}: mean {rows.mean():.2f}", rows, first_x=0)
         if "began" in first:
             arm = next(iter(results))
             before = np.mean([run["began"][name] for run in results[arm]], 0)
-            panel.plot(range(len(before)), before, "k--", label=f"{arm}, before")
+            label = f"{arm}, before: mean {before.mean():.2f}"
+            panel.plot(range(len(before)), before, "k--", label=label)
         panel.set_xticks(range(len(first["level_names"])), first["level_names"])
         panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
 
@@ -215,15 +222,17 @@ def draw_curves(experiment, results, path):
         if not math.isnan(rank):
             panel.set(title=f"rank correlation {rank:.2f}")
 
-    # One legend: the colours are the same in all panels.
-    panel.legend(fontsize=8)
-
+    # Below its panel a legend covers no curve, and needs some room.
+    figure.set_figheight(1.3 * figure.get_figheight())
+    columns, below = 1 if len(results) < 6 else 2, (0.5, -0.18)
+    for panel in axes:
+        panel.legend(loc="upper center", bbox_to_anchor=below, ncols=columns, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
-def draw_mean_and_seeds(panel, arm, rows, first_x):
+def draw_mean_and_seeds(panel, label, rows, first_x):
     """Draws the mean over the seeds as a line, each seed as a thin one. rows: (seeds, points)"""
     x = range(first_x, first_x + rows.shape[1])
-    line = panel.plot(x, rows.mean(0), label=arm)[0]
+    line = panel.plot(x, rows.mean(0), label=label)[0]
     if len(rows) > 1:
         panel.plot(x, rows.T, color=line.get_color(), linewidth=0.6, alpha=0.5)
