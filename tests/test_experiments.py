@@ -1213,6 +1213,35 @@ def test_differences_are_of_runs_of_one_seed():
     assert "solved, two less one: 0.100 (" in text and "+0.100, +0.100, +0.100" in text
 
 
+def test_a_figure_says_its_question_its_command_and_where_each_arm_begins_and_ends(
+    tmp_path, monkeypatch
+):
+    def run(begin, levels):
+        curve = [begin] * 5 + [0.5] * 3 + [0.9] * 5
+        return {
+            "curves": {"solved": curve},
+            "levels": {"solved": levels},
+            "level_names": ["0", "8"],
+        }
+
+    drawn, plain = [], tables.drawing.make_axes
+
+    def make_axes(*given):
+        drawn.append(plain(*given))
+        return drawn[-1]
+
+    monkeypatch.setattr(tables.drawing, "make_axes", make_axes)
+    results = {"one": [run(0.1, [0.2, 0.4]), run(0.3, [0.6, 0.8])], "two": [run(0.4, [1, 1])] * 2}
+    experiment = runner.Experiment("Which?", curves=("solved",), arms={}, by_level=("solved",))
+    tables.draw_curves(experiment, results, tmp_path / "which.png")
+    ((figure, axes),) = drawn
+    assert figure.get_suptitle() == "Which?" and "experiments.which" in figure.get_supxlabel()
+    legends = [[text.get_text() for text in panel.get_legend().get_texts()] for panel in axes]
+    assert legends[0] == ["one: 0.20 to 0.90", "two: 0.40 to 0.90"]
+    assert legends[1] == ["one: mean 0.50", "two: mean 1.00"]
+    assert [panel.get_ylabel() for panel in axes] == ["solved in training", "solved"]
+
+
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_their_own_runs(
     tmp_path, monkeypatch
 ):
