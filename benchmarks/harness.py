@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from command import flags
+from command.policy_report import align_columns
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,18 +67,6 @@ def measure_seconds(
 
 
 # ---------------------------------------------------------------- tables
-
-
-def align_columns(rows):
-    """Rows of texts -> lines. The first column is aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        for text, width in zip(others, widths[1:]):
-            cells.append(text.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def print_table(title, columns, rows):

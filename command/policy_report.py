@@ -29,6 +29,18 @@ def format_number(value, form):
     return f"{value:.2e}".rjust(len(text))
 
 
+def align_columns(rows):
+    """Rows of texts -> lines. The first column is aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        for text, width in zip(others, widths[1:]):
+            cells.append(text.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 # Rows below pass@k. Key of eval.summarize_records: (its name in the table, number format, factor)
 ROWS = {
     "tokens": ("tokens per task", "{:.0f}", 1),

@@ -14,9 +14,8 @@ import math
 import numpy as np
 
 import eval
-from benchmarks.harness import align_columns
 from command import drawing, learning_curves, step_log
-from command.policy_report import ROWS, format_number
+from command.policy_report import ROWS, align_columns, format_number
 
 # keys of the log for which the table tells the step at which a habit is down to a tenth
 HABITS = ("bad_tool", *eval.HABITS)
