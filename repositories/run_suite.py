@@ -5,7 +5,8 @@ JSON. The line must carry a random key that is drawn here and that the child rea
 of the repository is imported. Code of the repository runs in that process all the same, so each
 part of the answer is checked before it is used.
 
-A suite is run by a Plan (repositories/suite.py): what is collected, which options hold. One run has one seed of Python's hashes and one time zone (WORLDS).
+A suite is run by a Plan (repositories/suite.py): what is collected, which options hold. One run has
+one seed of Python's hashes and one time zone (WORLDS).
 
     run_suite         -> outcomes, seconds and touched code by node id
     green_command     -> a command line for the agent that is green with the original in place
