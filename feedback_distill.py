@@ -683,9 +683,9 @@ def demo():
         print(f"step {step:2}  {now}  other tokens moved {moved:.4f}")
     draw_hint(names, kl, taught, curve, path)
     print(
-        f"The hint disagrees by {kl.max():.2f} nats at one token. 20 steps of distilling such calls "
-        f"took\nwrong tools from {curve[0][0]:.2f} to {curve[20][0]:.3f}, with no hint in the "
-        f"context. Figure: {path}"
+        f"The hint disagrees by {kl.max():.2f} nats at one token. 20 steps of distilling such "
+        f"calls took\nwrong tools from {curve[0][0]:.2f} to {curve[20][0]:.3f}, with no hint in "
+        f"the context. Figure: {path}"
     )
 
 

@@ -14,7 +14,8 @@ Weights may change between two steps: load_state_dict writes them to where they 
 the twins of fast/decode.py made of them are made anew. The optimizer's graph stands in
 fast/optimizer_graph.py.
 
-Left out: graphs of forward and backward in training; a graph that many lengths of the cache share (paged attention).
+Left out: graphs of forward and backward in training; a graph that many lengths of the cache share
+(paged attention).
 
 Letters: B rows, W tokens fed of each, N = B * W, L layers with experts, K experts per token.
 """

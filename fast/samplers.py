@@ -1,5 +1,5 @@
-"""fast/samplers.py: a sampler with a model of its own, into which weights are loaded: the plain one,
-or its twin for this device."""
+"""fast/samplers.py: a sampler with a model of its own, into which weights are loaded: the plain
+one, or its twin for this device."""
 
 import torch
 
