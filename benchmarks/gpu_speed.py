@@ -54,8 +54,8 @@ def ratio_columns(seconds):
 
 
 def measure_model_step(bench):
-    """An optimizer step on the model of the scale, on a card by its CUDA graph, beside the same step
-    as it is written and the Newton-Schulz products of the matrices that Muon updates"""
+    """An optimizer step on the model of the scale, on a card by its CUDA graph, beside the same
+    step as it is written and the Newton-Schulz products of the matrices that Muon updates"""
     # Every parameter gets a random gradient.
     model = build_scale_model(bench)
     optimizer = make_optimizer(model, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""benchmarks/task_sizes.py: how large the tasks of the bench are, beside those of real repositories.
+"""benchmarks/task_sizes.py: how large the bench's tasks are, beside those of real repositories.
 
 Cursor compares benches so (cursor.com/blog/cursorbench): the median prompt of its own has 390
 characters and 181 changed lines, SWE-bench's 7 to 10 lines. No run is needed:

@@ -8,6 +8,7 @@ door to the appendix: they may also import command/ and demos/. There are no oth
 
 import ast
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -199,3 +200,16 @@ def test_the_table_names_every_room_that_is_there():
     files = {place.stem for place in ROOT.glob("*.py")}
     assert folders | files <= set(MAY_KNOW) | {"tests"}
     assert files == BOOK
+
+
+def test_lines_have_at_most_100_columns_and_sections_of_experiments_300_words():
+    for file in python_files():
+        lines = (ROOT / file).read_text(encoding="utf-8").split("\n")
+        assert not [line for line in lines if len(line) > 100], file
+    text = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    for section in re.split("^##+ ", text, flags=re.M)[1:]:
+        title, *lines = section.split("\n")
+        # prose: neither tables nor figures nor commands
+        prose = [line for line in lines if not line.startswith(("|", "!", "`", "    "))]
+        assert max(map(len, prose)) <= 100, title
+        assert len(" ".join(prose).split()) <= 300, title
