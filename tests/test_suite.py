@@ -848,8 +848,7 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
     build = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "price"\nversion = "1"\n'
     files = {
         "price.py": CODE,
-        "test.py": TEST.replace("shop.price", "price"),
-        "Makefile": "test:\n\tpython test.py\n",
+        "test_price.py": TEST.replace("shop.price", "price"),
         "pyproject.toml": build + '[tool.setuptools]\npy-modules = ["price"]\n',
     }
 
