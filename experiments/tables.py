@@ -23,7 +23,7 @@ HABITS = ("bad_tool", *eval.HABITS)
 WORDS = {
     "solved": "solved in training",
     "sampled": "sampled tokens of a rollout",
-    "cheats": "rollouts with a certain cheat",
+    "cheats": "certain cheats, of rollouts that can read files",
     "equal": "groups with equal rewards",
     "best": "groups with a solved rollout",
 }

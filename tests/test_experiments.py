@@ -56,7 +56,7 @@ from experiments import (
     retold,
     runner,
 )
-from experiments import summary, tables, tasks, thoughts, untaught
+from experiments import summary, tables, tasks, thoughts, unpaid, untaught
 
 from fast import low_precision
 from fast import workers as fast_workers
@@ -307,14 +307,14 @@ def test_leftovers_are_looked_at_in_demonstrations_and_nothing_is_taken_from_the
 
 
 def test_a_cheat_on_record_is_not_paid_and_the_hole_is_closed_at_step_100():
-    untaught.not_paid()
+    unpaid.not_paid()
     for severity, reward in (("cheat", 0.0), ("suspicious", 1.0)):
         played = graded_rollout(1, 1, length_penalty.FREE)
         played.findings = [SimpleNamespace(severity=severity)]
         rollout_module.grade(played)
         assert (played.solved, played.reward) == (True, reward)
 
-    untaught.closed_at_100()
+    unpaid.closed_at_100()
     config = train.Config(seed=2, tasks_per_step=8)
     for number, is_open in ((1, True), (799, True), (800, False), (1599, False)):
         task = train.make_training_task(config, 1, 2 * 1_000_003 + number)
