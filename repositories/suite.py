@@ -108,9 +108,6 @@ class Plan:
     options: list = field(default_factory=list)  # of pytest, in front of the runner's own
     config: str = ""  # pytest's configuration file
     paths: list = field(default_factory=list)  # what is collected; [] leaves it to pytest
-    # pytest rewrites each assertion, so that its message shows the values. That takes half of a
-    # run; the runs of the judge go without where no test needs it.
-    rewrite: bool = True
     said: list = field(default_factory=list)  # what was left out, a line each
 
     def to_meta(self):
@@ -123,17 +120,23 @@ def plan_of_task(meta):
     if meta is None:
         return None
 
-    # A file of tasks may come from a stranger: only known fields are taken, each of its type.
-    default = Plan()
-    is_plan = type(meta) is dict and meta.keys() <= default.to_meta().keys()
-    if is_plan and all(type(value) is type(getattr(default, name)) for name, value in meta.items()):
-        # Words that a command line can hold, and a file that is in the tree.
-        plan = Plan(**meta)
-        words = [plan.config, *plan.options, *plan.paths]
-        if all(type(word) is str and "\0" not in word for word in words):
-            if not plan.config.startswith("/") and ".." not in PurePosixPath(plan.config).parts:
-                return plan
-    raise ValueError("no plan of a suite")
+    # A file of tasks may come from a stranger: each field has to be of its type. One of an earlier
+    # version may have fields that are gone.
+    default = vars(Plan())
+    if type(meta) is not dict or not meta.keys() & default.keys():
+        raise ValueError("no plan of a suite")
+    kept = {name: value for name, value in meta.items() if name in default}
+    if any(type(value) is not type(default[name]) for name, value in kept.items()):
+        raise ValueError("no plan of a suite")
+
+    # Words that a command line can hold, and a file that is in the tree.
+    plan = Plan(**kept)
+    words = [plan.config, *plan.options, *plan.paths]
+    if any(type(word) is not str or "\0" in word for word in words):
+        raise ValueError("no words of a command line")
+    if plan.config.startswith("/") or ".." in PurePosixPath(plan.config).parts:
+        raise ValueError("a configuration file outside of the tree")
+    return plan
 
 
 # ---------------------------------------------------------------- what the configuration says

@@ -193,14 +193,11 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
     }
 
 
-def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
+def test_a_test_that_reads_the_words_of_an_assertion_asks_nothing():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
-    files = {**BASE, "tests/test_words.py": text}
-    sandbox = cage.repository_sandbox(files, 60)
-    found = study.find_plan("shop", files, sandbox)
-    assert set(found["outcomes"].values()) == {"passed"} and found["plan"].rewrite
-    # A suite that reads none is run without them, which takes half the time.
-    assert not study.find_plan("shop", BASE, sandbox)["plan"].rewrite
+    found = run({**BASE, "tests/test_words.py": text})
+    assert names(found["outcomes"])["test_words"] == "failed"
+    assert names(found["outcomes"])["test_gross"] == "passed"
 
 
 # ---------------------------------------------------------------- as the authors run it
@@ -332,11 +329,10 @@ def test_tests_by_other_names_are_refused_with_the_setting_that_finds_them(path)
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
-    plan = suites.Plan(["-o", "addopts="], "tox.ini", ["tests"], rewrite=False)
-    assert (
-        suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
-        and suites.plan_of_task(None) is None
-    )
+    plan = suites.Plan(["-o", "addopts="], "tox.ini", ["tests"])
+    assert suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
+    assert suites.plan_of_task({**plan.to_meta(), "folder": ""}) == plan  # of an earlier version
+    assert suites.plan_of_task(None) is None
     for odd in (
         3,
         [],
@@ -346,7 +342,6 @@ def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
         {"config": "/etc/x"},
         {"paths": ["a\0"]},
         {"other": 1},
-        {"rewrite": "no"},
     ):
         with pytest.raises(ValueError):
             suites.plan_of_task(odd)
