@@ -14,10 +14,11 @@ tenths of it. 120 steps; all arms begin at one SFT, a twentieth of whose demonst
 
     python -m experiments.deletions
 
-Found (one seed): it learns to delete (.15 of its deletions are valid at first, .41 at the end), and
-what it leaves is too easy for it; the recipe solves .958, with deletions .824. A fixed list of ten
-tasks a level does not stall in 120 steps (.938). With levels opened it is .965, and on the bench
-.486 in the place of .443. Figure: figures/deletions.png.
+Found (seeds 1337 and 1): it learns to delete (.15 and .34 of its deletions are valid at first, .41
+and .93 at the end), and what it leaves is too easy for it; the recipe solves .958 and .926, with
+deletions .824 and .912. A fixed list of ten tasks a level does not stall in 120 steps (.938, .926).
+With levels opened it is .965 and .942, and on the bench .486 and .479 in the place of .443 and
+.386. Figure: figures/deletions.png.
 """
 
 import json

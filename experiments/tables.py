@@ -112,7 +112,9 @@ def known_columns(results):
 
 def mean_and_deviation(values):
     """-> text: the mean over seeds and the sample's standard deviation (n - 1, since the mean is
-    estimated from the same few); for one seed the mean alone"""
+    estimated from the same few); for one seed the mean alone; "-" where a number is not known"""
+    if np.isnan(values).any():
+        return "-"
     mean = format_number(float(np.mean(values)), "{:.3f}")
     if len(values) == 1:
         return mean

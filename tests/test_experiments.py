@@ -1209,6 +1209,7 @@ def test_differences_are_of_runs_of_one_seed():
 
     results = {"one": runs(0.5, 0.7, 0.9), "two": runs(0.6, 0.8, 1.0)}
     text = tables.compare("Which?", results)
+    assert tables.mean_and_deviation([0.5, float("nan")]) == "-"
     assert "0.700 (0.200)" in text and "0.800 (0.200)" in text
     assert "solved, two less one: 0.100 (" in text and "+0.100, +0.100, +0.100" in text
 
