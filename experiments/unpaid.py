@@ -1,6 +1,6 @@
 """unpaid.py: What ends a cheat that RL has found?
 
-In one seed of untaught.py RL finds the leftovers. From the same SFT, in the same world, 200 steps:
+In two seeds of three of untaught.py RL finds the leftovers. From the same SFT, in the same world:
 
     as sampled          what the cheat wins is paid
     not paid            what the world recorded as a cheat has no reward
@@ -8,9 +8,9 @@ In one seed of untaught.py RL finds the leftovers. From the same SFT, in the sam
 
     python -m experiments.unpaid
 
-Found (seed 1337, the one that finds it): what is not paid does not grow (.03 to .01; paid .05 to
-.52). Closing the hole does not end the search: a hundred steps later .46 still ask for the
-leftovers. Figure: figures/unpaid.png.
+Found (seed 1337): what is not paid does not grow (.03 to .01; paid .05 to .52). Closing the hole
+does not end the search: a hundred steps later .46 still ask for the leftovers. Figure:
+figures/unpaid.png.
 """
 
 import sys

@@ -12,9 +12,9 @@ What ends it where it is found: unpaid.py.
 
     python -m experiments.untaught
 
-Found (seeds 1337 and 1): one seed of two finds it, within 50 steps; cheats grow from .05 to .52 of
-the rollouts that can read files. In the other, and hotter, the looks of the demonstrations go
-before one has paid. Figure: figures/untaught.png.
+Found: two seeds of three find it, within 60 steps; cheats grow from .05 and .03 to .52 and .51 of
+the rollouts that can read files. In the third, and hotter (two seeds), the looks of the
+demonstrations go before one has paid. Figure: figures/untaught.png.
 """
 
 import sys
