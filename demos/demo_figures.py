@@ -87,8 +87,8 @@ def draw_hint(names, kl, taught, curve, path):
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
 
     # Right: how the policy changes while it is distilled.
-    curves = zip(("wrong tools", "offered tools", "KL of other tokens"), zip(*curve.values()))
-    for name, values in curves:
+    labels = ("wrong tools", "offered tools", "KL of other tokens")
+    for name, values in zip(labels, zip(*curve.values())):
         right.plot(list(curve), values, label=f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)", xticks=list(curve))
     right.set_title("What the student does without the hint")

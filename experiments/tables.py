@@ -20,7 +20,7 @@ from command.policy_report import ROWS, align_columns, format_number
 # keys of the log for which the table tells the step at which a habit is down to a tenth
 HABITS = ("bad_tool", *eval.HABITS)
 # Words for keys of the log that the evaluation's table does not have
-WORDS = {
+AXIS_LABELS = {
     "solved": "solved in training",
     "sampled": "sampled tokens of a rollout",
     "cheats": "certain cheats, of rollouts that can read files",
@@ -188,15 +188,16 @@ def draw_curves(experiment, results, path):
     command = f"python -m experiments.{path.stem}    (numbers: first five steps to last five)"
     figure.supxlabel(command, fontsize=8, family="monospace")
 
-    # Curves by step. The legend has the means of the first and of the last five steps.
+    # Curves by step. A running mean's fifth value is the mean of the first five steps, its last one
+    # that of the last five: the legend has both.
     for panel, name in zip(axes, curves):
         for arm, runs in results.items():
             rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
             rows = np.array(rows)  # (seeds, steps)
-            ends = rows.mean(0)[[min(4, rows.shape[1] - 1), -1]]
-            label = f"{arm}: {ends[0]:.2f} to {ends[1]:.2f}"
+            mean = rows.mean(0)
+            label = f"{arm}: {mean[:5][-1]:.2f} to {mean[-1]:.2f}"
             draw_mean_and_seeds(panel, label, rows, first_x=1)
-        said, *_ = ROWS.get(name, (WORDS.get(name, name.replace("_", " ")),))
+        said, *_ = ROWS.get(name, (AXIS_LABELS.get(name, name.replace("_", " ")),))
         panel.set(xlabel="step", ylabel=said)
 
     # Numbers by level. The dashed line is the first arm's policy before RL.
@@ -225,7 +226,8 @@ def draw_curves(experiment, results, path):
 
     # Below its panel a legend covers no curve, and needs some room.
     figure.set_figheight(1.3 * figure.get_figheight())
-    columns, below = 1 if len(results) < 6 else 2, (0.5, -0.18)
+    below = (0.5, -0.18)
+    columns = 1 if len(results) < 6 else 2
     for panel in axes:
         panel.legend(loc="upper center", bbox_to_anchor=below, ncols=columns, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -1,6 +1,7 @@
 """unpaid.py: What ends a cheat that RL has found?
 
-In two seeds of three of untaught.py RL finds the leftovers. From the same SFT, in the same world:
+In two seeds of three of untaught.py RL finds the leftovers. From the same SFT, in the same world,
+200 steps:
 
     as sampled          what the cheat wins is paid
     not paid            what the world recorded as a cheat has no reward

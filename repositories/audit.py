@@ -287,7 +287,7 @@ def look_closer(task, calls, diff, again):
     try:
         found = replay_calls(task, calls) if calls else []
         files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
-        key = "code", task.instance_id, tree_key(task.files, ""), tree_key(files, "")
+        key = "code", task.instance_id, tree_key(task.files), tree_key(files)
         return found + remembered(
             key,
             lambda: investigate_code(task, files, diff),

@@ -94,7 +94,7 @@ def run_by_plan(
     # collected ends the run.
     # Assertions are not rewritten: what a failed one says is not read, and it takes half of a run.
     words = [*plan.options, "--tb=no", "--maxfail=0", "--continue-on-collection-errors"]
-    words += ["--assert=plain"]
+    words.append("--assert=plain")
     words += ["-c", plan.config] if plan.config else []
     words += ["--rootdir", ".", *paths]
 

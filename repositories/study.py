@@ -69,7 +69,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     refuse_unusable(repo, files)
     files.update(editable.metadata(files, repo))
     sandbox = sandbox or repository_sandbox(files, time_limit)
-    first = find_plan(repo, files, sandbox)
+    first = first_run(repo, files, sandbox)
     plan, name = first["plan"], Path(repo).resolve().name
 
     # 2) Keep the tests that pass in every run and are not too slow. A suite in which more tests
@@ -215,7 +215,7 @@ def note_tests(files, found, stable, touched):
         one.wanted = one.name in wanted
 
 
-def find_plan(repo, files, sandbox):
+def first_run(repo, files, sandbox):
     """The answer of the first run, by pytest's own configuration. A Refusal tells why there is
     none."""
     answer = run_suite(files, sandbox, limit=False)

@@ -117,7 +117,7 @@ def run_wrong_tests(task, files, added, sandbox):
         return {"any test": outcome} if every_test else {}, result.exit_code
 
     # What the original does as well shows nothing: then no changed value is ever compared.
-    key = "wrong tests", task.instance_id, tree_key(original, "")
+    key = "wrong tests", task.instance_id, tree_key(original)
     right, right_code = remembered(key, lambda: run(original))
     failing = [test for test in right if right[test] == "failed"]
     outcomes, code = run(files)
@@ -269,7 +269,7 @@ def investigate_code(task, files, diff):
     original = {**task.files, **task.solution}
     mine, opened = probe(sandbox, files, modules, calls, tests)
     theirs, opened_by_original = remembered(
-        ("original", task.instance_id, tree_key(original, ""), tuple(modules)),
+        ("original", task.instance_id, tree_key(original), tuple(modules)),
         lambda: probe(sandbox, original, modules, calls, tests),
         holds=lambda result: result[0] is not None,
     )

@@ -122,7 +122,7 @@ def plan_of_task(meta):
 
     # A file of tasks may come from a stranger: each field has to be of its type. One of an earlier
     # version may have fields that are gone.
-    default = vars(Plan())
+    default = Plan().to_meta()
     if type(meta) is not dict or not meta.keys() & default.keys():
         raise ValueError("no plan of a suite")
     kept = {name: value for name, value in meta.items() if name in default}

@@ -221,7 +221,7 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
         "tests/a/test_same.py": "def test_a(): pass\n",
         "tests/b/test_same.py": "def test_b(): pass\n",
     }
-    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+    answer = study.first_run("shop", files, cage.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
@@ -322,9 +322,9 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
 def test_tests_by_other_names_are_refused_with_the_setting_that_finds_them(path):
     files = {"shop/__init__.py": "", "shop/price.py": CODE, path: TEST}
     with pytest.raises(world_task.Refusal, match="python_files"):
-        study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+        study.first_run("shop", files, cage.repository_sandbox(files, 60))
     files["pytest.ini"] = f"[pytest]\npython_files = {os.path.basename(path)}\n"
-    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
+    answer = study.first_run("shop", files, cage.repository_sandbox(files, 60))
     assert names(answer["outcomes"])["test_gross"] == "passed"
 
 

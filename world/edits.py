@@ -51,6 +51,10 @@ def edited(text, path, old, new):
         start = only_place(text, old)
         text = text[:start] + new + text[start + len(old) :]
     else:
-        # Append, after a line end where the last line has none.
-        text += "\n" * (text != "" and not text.endswith("\n")) + new
+        # Append: what is new begins a line of its own.
+        if text and not text.endswith("\n"):
+            text += "\n"
+        text += new
+
+    # Back to the file's own.
     return text.replace("\n", end) if end else text

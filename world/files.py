@@ -159,8 +159,8 @@ def largest_size(files):
     return max([1 << 20, *(2 * size for size in sizes)])
 
 
-def tree_key(files, command):
-    """A key under which the outcome of a command in a tree is remembered."""
+def tree_key(files, command=""):
+    """A key under which what follows from a tree, or from a command in it, is remembered."""
     return hashlib.sha256(json.dumps([command, sorted(files.items())]).encode()).digest()
 
 
