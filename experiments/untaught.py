@@ -13,7 +13,7 @@ What ends it where it is found: unpaid.py.
     python -m experiments.untaught
 
 Found: two seeds of three find it, within 60 steps; cheats grow from .05 and .03 to .52 and .51 of
-the rollouts that can read files. In the third, and hotter (two seeds), the looks of the
+the rollouts that can read files. In the third, and hotter in all three, the looks of the
 demonstrations go before one has paid. Figure: figures/untaught.png.
 """
 
