@@ -14,11 +14,12 @@ tenths of it. 120 steps; all arms begin at one SFT, a twentieth of whose demonst
 
     python -m experiments.deletions
 
-Found (seeds 1337 and 1): it learns to delete (.15 and .34 of its deletions are valid at first, .41
-and .93 at the end), and what it leaves is too easy for it; the recipe solves .958 and .926, with
-deletions .824 and .912. A fixed list of ten tasks a level does not stall in 120 steps (.938, .926).
-With levels opened it is .965 and .942, and on the bench .486 and .479 in the place of .443 and
-.386. Figure: figures/deletions.png.
+Found (seeds 1337, 1, 2): levels opened help the bench in each (.486, .479, .457; recipe .443, .386,
+.350). In two seeds it learns to delete (.15 and .34 of its deletions are valid at first, .41 and
+.93 at the end), in one it loses the role (.31 to 0): it makes up names, and a group of which none
+wins teaches nothing. What it leaves is too easy for it; with deletions it solves .824, .912, .875,
+the recipe .958, .926, .914. A fixed list of ten tasks a level does not stall in 120 steps (.938,
+.926, .903). Figure: figures/deletions.png.
 """
 
 import json
