@@ -1432,13 +1432,16 @@ def test_mean_best_and_different_ways_are_counted_by_task(monkeypatch):
 
 def test_more_rl_plays_held_out_tasks_at_its_steps_and_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(more_rl, "TASKS_OF_A_LEVEL", 1)
+    monkeypatch.setattr(more_rl, "TASKS_OF_A_ROW", 1)
     monkeypatch.setattr(more_rl, "PASSES", 2)
     rl = [*SMALL, *RL, f"--start_from={run}"]
     train.main([*rl, f"--out={tmp_path}/plain"])
     more_rl.measured()
     train.main([*rl, f"--out={tmp_path}/measured"])
     found = more_rl.read_measures(tmp_path / "measured")
-    assert list(found) == [0, 1] and {*found[0]} == {"mean", "best", "different"}
+    sets, numbers = ("held out", "bench"), ("mean", "best", "different")
+    assert list(found) == [0, 1]
+    assert [*found[0]] == [f"{name}: {number}" for name in sets for number in numbers]
     # Measuring changes nothing.
     plain, measured = (weights(tmp_path / name / "rl") for name in ("plain", "measured"))
     assert all(torch.equal(tensor, measured[name]) for name, tensor in plain.items())
