@@ -5,14 +5,16 @@ weights in the middle of a rollout, so that its later tokens are fresher. How ol
 bounded and not corrected.
 
     in turn                     one process samples, learns, and samples again: the default run
-    staleness 0, 1, 4           by how many updates the sampler may be older; one worker
+    staleness 0                 a worker samples, and the trainer waits for it
+    staleness 1, 4              by so many updates the sampler may be older: two or five steps are
+                                under way, a worker for each
     staleness 4, whole          the same, but a worker takes new weights only between two groups
 
     python -m experiments.asynchronous
 
 Arms run side by side, so what a step takes is compared only where each has the machine to itself:
 python -m experiments.runner --arm=experiments.asynchronous:weights_between_groups -- --stage=rl
---workers=1 --staleness=4 --start_from=out/run --out=out/whole
+--processes=1 --workers=5 --staleness=4 --start_from=out/run --out=out/whole
 
 Found: not run yet.
 """
@@ -42,9 +44,15 @@ def what_it_cost(folder, policies):
     """Means over the steps, from the step log"""
     lines = step_log.read_step_log(folder, "rl")
     found = {}
-    for name in ("stale", "stalest", "mismatch", "sync_bytes", "rollout_s"):
+    for name in ("stale", "stalest", "mismatch", "sync_bytes", "rollout_s", "seconds"):
         found[name] = float(np.mean([line[name] for line in lines if name in line] or [np.nan]))
     return found
+
+
+def staleness(updates):
+    """The flags of an arm. A worker samples the tasks of one step. If there were fewer than steps
+    under way, a step would wait for its worker, and begin with fresher weights."""
+    return ("--processes=1", f"--workers={1 + updates}", f"--staleness={updates}")
 
 
 EXPERIMENT = Experiment(
@@ -52,10 +60,10 @@ EXPERIMENT = Experiment(
     curves=("solved", "stale"),
     arms={
         "in turn": Arm(),
-        "staleness 0": Arm(("--workers=1", "--staleness=0")),
-        "staleness 1": Arm(("--workers=1", "--staleness=1")),
-        "staleness 4": Arm(("--workers=1", "--staleness=4")),
-        "staleness 4, whole": Arm(("--workers=1", "--staleness=4"), weights_between_groups),
+        "staleness 0": Arm(staleness(0)),
+        "staleness 1": Arm(staleness(1)),
+        "staleness 4": Arm(staleness(4)),
+        "staleness 4, whole": Arm(staleness(4), weights_between_groups),
     },
     more=what_it_cost,
 )
