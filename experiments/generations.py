@@ -28,13 +28,12 @@ from experiments.runner import Arm, Experiment
 from experiments.tasks import ten_of_a_level
 
 
-# Beside the usual numbers: the bench, second instructions kept, cost, and what was said at the end.
+# Beside the usual numbers: second instructions kept, cost, and what was said at the end.
 def what_a_user_sees(folder, policies):
     after, found = policies["after RL"], {}
     for name in ("kept", "cost", "communication"):
         number = after["overall"].get(name)
         found[name] = math.nan if number is None else number
-    found["bench"] = after["bench"]["overall"]["solved"] if "bench" in after else math.nan
     return found
 
 

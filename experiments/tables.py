@@ -59,8 +59,10 @@ def read_outcome(folder, experiment):
     before, after = policies.get("before RL"), policies["after RL"]
     overall, levels = after["overall"], list(after["levels"].values())
     worst = min(levels, key=lambda level: level["solved"])
+    bench = after["bench"]["overall"]["solved"] if "bench" in after else math.nan
     end = {
         "solved": overall["solved"],
+        "bench": bench,
         "easiest": levels[0]["solved"],
         "worst level": worst["solved"],
         "tokens": overall["tokens"],
@@ -104,10 +106,16 @@ def numbers_by_level(policy, names):
     return {name: [level[name] for level in policy["levels"].values()] for name in names}
 
 
+def number_at_end(run, column):
+    """nan where a kept run is older than this number"""
+    return run["end"].get(column, math.nan)
+
+
 def known_columns(results):
-    """The names of those numbers that are known in at least one run"""
+    """The names of those numbers that are known in at least one run, in the order of the newest"""
     ends = [run["end"] for runs in results.values() for run in runs]
-    return [column for column in ends[0] if not all(math.isnan(end[column]) for end in ends)]
+    known = {name for end in ends for name, value in end.items() if not math.isnan(value)}
+    return [name for name in ends[-1] if name in known]
 
 
 def mean_and_deviation(values):
@@ -128,7 +136,9 @@ def compare(question, results):
     columns = known_columns(results)
     rows = [["", *columns]]
     for arm, runs in results.items():
-        cells = [mean_and_deviation([run["end"][column] for run in runs]) for column in columns]
+        cells = [
+            mean_and_deviation([number_at_end(run, column) for run in runs]) for column in columns
+        ]
         rows.append([arm, *cells])
     if len(columns) > len(results):
         rows = list(zip(*rows))
@@ -156,7 +166,7 @@ def list_runs(results, seeds, columns):
     rows = [["seed", "arm", *columns]]
     for i, seed in enumerate(seeds):
         for arm, runs in results.items():
-            cells = [format_number(runs[i]["end"][column], "{:.3f}") for column in columns]
+            cells = [mean_and_deviation([number_at_end(runs[i], column)]) for column in columns]
             rows.append([str(seed), arm, *cells])
     return "\n".join(align_columns(rows))
 

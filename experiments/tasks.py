@@ -21,6 +21,8 @@ Figure: figures/tasks.png.
 
 import sys
 
+import numpy as np
+
 import synth_tasks
 from experiments import runner
 from experiments.runner import Arm, Experiment
@@ -51,8 +53,16 @@ def fifty_of_a_level():
 
 # 3. The arms. Of the levels that an arm trains on and of the other, the evaluation has as many
 #    tasks as the recipe's, and none that was trained on.
-def solved_of_extensions(folder, policies):
-    return {"solved: extend": policies["after RL"]["levels"]["11"]["solved"]}
+KINDS = {"put back": range(6), "repair": (8,), "untidy": (13,), "extend": (11,)}
+
+
+def solved_by_kind(folder, policies):
+    levels = policies["after RL"]["levels"]
+    solved = {int(level): numbers["solved"] for level, numbers in levels.items()}
+    found = {}
+    for kind, its_levels in KINDS.items():
+        found[kind] = float(np.mean([solved.get(level, np.nan) for level in its_levels]))
+    return found
 
 
 ONE_KIND = ("--levels=0,1,2,3,4,5",)
@@ -69,7 +79,8 @@ EXPERIMENT = Experiment(
         "several, 50": Arm(SEVERAL, fifty_of_a_level),
     },
     by_level=("solved",),
-    more=solved_of_extensions,
+    more=solved_by_kind,
+    by_seed=("solved", "put back", "repair", "untidy", "extend", "bench"),
 )
 
 if __name__ == "__main__":

@@ -1184,6 +1184,28 @@ def test_a_seed_can_be_added_to_every_file_of_results_that_names_its_commit(path
     assert {len(outcomes) for outcomes in found["results"].values()} == {len(found["seeds"])}
 
 
+def test_a_kept_run_may_be_older_than_a_number():
+    new = {"end": {"solved": 0.5, "bench": 0.25}}
+    results = {"one": [{"end": {"solved": 0.7}}, new], "two": [new, new]}
+    assert tables.known_columns(results) == ["solved", "bench"]
+    header, one, two = [line.split() for line in tables.compare("x", results).splitlines()[1:4]]
+    assert header == ["solved", "bench"]
+    assert one[:4] == ["one", "0.600", "(0.141)", "-"] and two[3:] == ["0.250", "(0.000)"]
+    listed = tables.list_runs(results, [1, 2], ("bench",)).splitlines()
+    assert [line.split()[-1] for line in listed] == ["bench", "-", "0.250", "0.250", "0.250"]
+
+
+def test_tasks_counts_what_is_solved_by_kind():
+    levels = {str(level): {"solved": level / 20} for level in (0, 1, 2, 3, 4, 5, 8, 13)}
+    found = tasks.solved_by_kind(None, {"after RL": {"levels": levels}})
+    assert math.isnan(found.pop("extend"))  # not asked for with --eval_levels
+    assert found == {
+        "put back": pytest.approx(0.125),
+        "repair": 0.4,
+        "untidy": 0.65,
+    }
+
+
 def test_the_spread_over_seeds_is_the_samples():
     for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
         text = tables.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
