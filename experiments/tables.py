@@ -218,7 +218,9 @@ def draw_curves(experiment, results, path):
         if "began" in first:
             arm = next(iter(results))
             before = np.mean([run["began"][name] for run in results[arm]], 0)
-            label = f"{arm}, before: mean {before.mean():.2f}"
+            # Where all arms begin with RL, it is the same policy in all of them.
+            whose = "" if experiment.stages[:1] == ("rl",) else f"{arm}, "
+            label = f"{whose}before RL: mean {before.mean():.2f}"
             panel.plot(range(len(before)), before, "k--", label=label)
         panel.set_xticks(range(len(first["level_names"])), first["level_names"])
         panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
