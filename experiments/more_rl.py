@@ -107,8 +107,8 @@ def mean_and_best(folder, policies):
 
 def draw(folders, path):
     """A line for each run and number, over the logarithm of the steps"""
-    title = "More RL: does the best of 16 rise with the mean?"
-    figure, panels = drawing.make_axes(title, "steps of RL, and one", "", 3)
+    figure, panels = drawing.make_axes("", "", "", 3)
+    figure.suptitle(EXPERIMENT.question)
     held_out, bench, different = panels
     lines = (
         (held_out, "held out: mean", "C0", "mean"),
@@ -133,13 +133,14 @@ def draw(folders, path):
         (bench, "solved of 28 tasks of the bench"),
         (different, "different sequences of calls among the solved"),
     ):
-        panel.set(xscale="log", ylabel=said, ylim=(0, 1.05))
+        panel.set(xscale="log", xlabel="steps of RL, and one", ylabel=said, ylim=(0, 1.05))
         panel.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def draw_runs(folders):
     """folders: of runs, with commas"""
+    Path("out").mkdir(exist_ok=True)
     draw(folders.split(","), "out/more_rl.png")
     print("out/more_rl.png")
 
