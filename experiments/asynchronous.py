@@ -5,16 +5,17 @@ weights in the middle of a rollout, so that its later tokens are fresher. How ol
 bounded and not corrected.
 
     in turn                     one process samples, learns, and samples again: the default run
-    staleness 0                 a worker samples, and the trainer waits for it
     staleness 1, 4              by so many updates the sampler may be older: two or five steps are
                                 under way, a worker for each
-    staleness 4, whole          the same, but a worker takes new weights only between two groups
+    staleness 1, whole          a worker takes new weights only between two groups
+    staleness 4, weighted       a token's advantage times p / q, at most 1: of the policy that
+                                learns, over the older one that sampled it (IMPALA, 1802.01561)
 
     python -m experiments.asynchronous
 
 Arms run side by side, so what a step takes is compared only where each has the machine to itself:
 python -m experiments.runner --arm=experiments.asynchronous:weights_between_groups -- --stage=rl
---processes=1 --workers=5 --staleness=4 --start_from=out/run --out=out/whole
+--processes=1 --workers=2 --staleness=1 --start_from=out/run --out=out/whole
 
 Found: not run yet.
 """
@@ -23,6 +24,7 @@ import sys
 
 import numpy as np
 
+import train
 from command import step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
@@ -38,6 +40,19 @@ def weights_between_groups():
         self.sampler.refresh = lambda: None
 
     workers.Generator.__init__ = without_refresh
+
+
+# A token that an older policy has sampled may be unlikely by now. Where it did harm, the gradient of
+# its log-probability goes on pushing it down, the harder the less likely it is.
+class Weighted(train.Reinforcement):
+    def policy_objective(self, logp, batch, normaliser, reference):
+        weight = (logp.detach() - batch["logprobs"]).exp().clamp(max=1)  # (B, T)
+        batch = {**batch, "advantage": weight * batch["advantage"]}
+        return super().policy_objective(logp, batch, normaliser, reference)
+
+
+def weighted():
+    train.STAGE["rl"] = Weighted
 
 
 def what_it_cost(folder, policies):
@@ -60,10 +75,10 @@ EXPERIMENT = Experiment(
     curves=("solved", "stale"),
     arms={
         "in turn": Arm(),
-        "staleness 0": Arm(staleness(0)),
         "staleness 1": Arm(staleness(1)),
+        "staleness 1, whole": Arm(staleness(1), weights_between_groups),
         "staleness 4": Arm(staleness(4)),
-        "staleness 4, whole": Arm(staleness(4), weights_between_groups),
+        "staleness 4, weighted": Arm(staleness(4), weighted),
     },
     more=what_it_cost,
 )

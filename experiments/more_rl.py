@@ -10,7 +10,10 @@ solved rollouts of a task: how many different sequences of calls are among them?
     python -m experiments.more_rl
     python -m experiments.more_rl --draw=out/more_rl/160_steps-1337
 
-Found: not run yet.
+Found (seeds 1337 and 2): it chooses among what was there. The mean comes up to the best of 16 (held
+out .64, .60 to .97; bench .16, .15 to .45, .43), which hardly moves (bench .36, .39 to .46 within
+ten steps, and no further). What is solved is solved in fewer ways (different .83, .84 to .26, .36).
+Figure: figures/more_rl_by_step.png.
 """
 
 import json

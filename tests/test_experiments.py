@@ -621,6 +621,17 @@ def test_with_hints_alone_there_is_no_policy_gradient():
     assert plain != 0
 
 
+def test_a_weighted_advantage_counts_a_token_by_how_likely_it_still_is():
+    batch = pack([segment_of(("user", 2), ("assistant", 5))], [0.7])
+    stage = stage_of(asynchronous.weighted)
+    # Half as likely as for the policy that sampled it, as likely, twice as likely
+    for factor, weight in ((0.5, 0.5), (1.0, 1.0), (2.0, 1.0)):
+        logp = (batch["logprobs"] + math.log(factor)).requires_grad_()
+        stage.policy_objective(logp, batch, 3.0, None).backward()
+        assert torch.allclose(logp.grad, -weight * 0.7 * batch["mask"] / 3)
+    assert batch["mask"].sum() > 3
+
+
 @pytest.mark.parametrize(
     "passed, finished, reward",
     [(1, 1, 1 - 0.10757), (0, 1, -0.10757), (1, 0, -0.48), (0, 0, -0.48)],
