@@ -42,8 +42,8 @@ def weights_between_groups():
     workers.Generator.__init__ = without_refresh
 
 
-# A token that an older policy has sampled may be unlikely by now. Where it did harm, the gradient of
-# its log-probability goes on pushing it down, the harder the less likely it is.
+# A token that an older policy has sampled may be unlikely by now. If it did harm, it is pushed down
+# further, and the less likely it is, the larger is the gradient of its log-probability.
 class Weighted(train.Reinforcement):
     def policy_objective(self, logp, batch, normaliser, reference):
         weight = (logp.detach() - batch["logprobs"]).exp().clamp(max=1)  # (B, T)
