@@ -283,7 +283,7 @@ class Config:
     # generation processes beside each training process; 0: sampling and training take turns
     workers: int = flag(0, stages="rl", may_change=True)
     # with workers: by how many updates the policy that sampled a token may be older than the policy
-    # that trains on it
+    # that trains on it. At 4 the default run fell apart (experiments/asynchronous.py)
     staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
     # weight of the targeted textual feedback (distillation); 0: off. AdamW divides by the size of
     # all gradients together, so a large one drowns the reward's

@@ -17,7 +17,9 @@ Arms run side by side, so what a step takes is compared only where each has the 
 python -m experiments.runner --arm=experiments.asynchronous:weights_between_groups -- --stage=rl
 --processes=1 --workers=2 --staleness=1 --start_from=out/run --out=out/whole
 
-Found: not run yet.
+Found (seed 1337, two cores): one update of delay costs nothing (.803 solved; in turn .806), four
+end the run after 22 steps, and weighted they do not (.736). No time is saved: trainer and workers
+want the same cores (9.1 s a step; in turn 6.8 s). Whole: not run.
 """
 
 import sys
