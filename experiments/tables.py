@@ -26,6 +26,7 @@ AXIS_LABELS = {
     "cheats": "certain cheats, of rollouts that can read files",
     "equal": "groups with equal rewards",
     "best": "groups with a solved rollout",
+    "stale": "updates by which the policy that sampled is older",
 }
 
 
