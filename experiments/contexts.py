@@ -42,10 +42,11 @@ an edit wrote becomes least likely, there it came from.
 Found (assets/sft): a wrong sentence moves this policy as much as the right one (KL .18 and .19 nats
 a token): it heeds that a hint stands there. Only the specification makes the right text likelier
 (+.11 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
-.51 solved before, .92 by the reward alone) contexts that tell of an edit ruin the policy at a
-weight of .15, since it learns to write without a look what only its teacher has read: .19 by the
-failing test, .26 by the demonstration, .37 by the specification. At the present .03 they harm
-little and help nothing: .85, .89 and .89. Other arms: not run.
+.51 solved before, .88 by the reward alone) teachers that read of tools remove wrong calls (.05 to
+.14 in the place of .39), also one that reads a wrong sentence; no words do not. Contexts that tell
+of an edit teach nothing at a weight of .03, where a sibling does harm (.49), and ruin the policy at
+.15 (.19 to .37 solved): it learns to write without a look what only its teacher has read. A larger
+model: not run.
 """
 
 import math
