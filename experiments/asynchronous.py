@@ -18,8 +18,9 @@ python -m experiments.runner --arm=experiments.asynchronous:weights_between_grou
 --processes=1 --workers=2 --staleness=1 --start_from=out/run --out=out/whole
 
 Found (seed 1337, two cores): one update of delay costs nothing (.803 solved; in turn .806), four
-end the run after 22 steps, and weighted they do not (.736). No time is saved: trainer and workers
-want the same cores (9.1 s a step; in turn 6.8 s). Whole: not run. Figure: figures/asynchronous.png.
+end the run after 22 steps (seed 2, too), and weighted they do not (.736). No time is saved: trainer
+and workers want the same cores (9.1 s a step; in turn 6.8 s). Whole: not run. Figure:
+figures/asynchronous.png.
 """
 
 import sys
