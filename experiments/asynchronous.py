@@ -67,10 +67,10 @@ def what_it_cost(folder, policies):
     return found
 
 
-def staleness(updates):
-    """The flags of an arm. A worker samples the tasks of one step. If there were fewer than steps
+def flags_for(staleness):
+    """The flags of train.py. A worker samples the tasks of one step. If there were fewer than steps
     under way, a step would wait for its worker, and begin with fresher weights."""
-    return ("--processes=1", f"--workers={1 + updates}", f"--staleness={updates}")
+    return ("--processes=1", f"--workers={1 + staleness}", f"--staleness={staleness}")
 
 
 EXPERIMENT = Experiment(
@@ -78,10 +78,10 @@ EXPERIMENT = Experiment(
     curves=("solved", "stale"),
     arms={
         "in turn": Arm(),
-        "staleness 1": Arm(staleness(1)),
-        "staleness 1, whole": Arm(staleness(1), weights_between_groups),
-        "staleness 4": Arm(staleness(4)),
-        "staleness 4, weighted": Arm(staleness(4), weighted),
+        "staleness 1": Arm(flags_for(1)),
+        "staleness 1, whole": Arm(flags_for(1), weights_between_groups),
+        "staleness 4": Arm(flags_for(4)),
+        "staleness 4, weighted": Arm(flags_for(4), weighted),
     },
     more=what_it_cost,
 )

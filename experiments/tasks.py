@@ -53,14 +53,14 @@ def fifty_of_a_level():
 
 # 3. The arms. Of the levels that an arm trains on and of the other, the evaluation has as many
 #    tasks as the recipe's, and none that was trained on.
-KINDS = {"put back": range(6), "repair": (8,), "untidy": (13,), "extend": (11,)}
+LEVELS_OF_KIND = {"put back": range(6), "repair": (8,), "untidy": (13,), "extend": (11,)}
 
 
 def solved_by_kind(folder, policies):
     levels = policies["after RL"]["levels"]
     solved = {int(level): numbers["solved"] for level, numbers in levels.items()}
     found = {}
-    for kind, its_levels in KINDS.items():
+    for kind, its_levels in LEVELS_OF_KIND.items():
         found[kind] = float(np.mean([solved.get(level, np.nan) for level in its_levels]))
     return found
 
