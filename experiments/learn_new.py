@@ -1,21 +1,21 @@
 """learn_new.py: Learn something new, forget less: from demonstrations, hints, or another policy?
 
-Two operations that no policy has seen, by names that say nothing: the task asks for `mirror 7` and
-means `7 - x`, for `fold 7` and means `abs(x - 7)`. 20 steps on tasks of level 0, of which half need
+Two words that no policy has seen and that say nothing: the docs of a task ask for `mirror 7` and
+mean `max(x, 7)`, for `fold 7` and mean `x * 7`. 40 steps on tasks of level 0, of which half need
 them. Measured are such tasks with other seeds, and what is forgotten of all other levels.
 
     reward alone            RL, whose rollouts have to hit upon it
     plain SFT               imitates the expert: demonstrations in the place of rollouts
-    self-distillation       the policy's own rollouts; the teacher reads the expert's code above
+    self-distillation       the policy's own rollouts; the teacher reads what the words mean above
                             each turn of those that failed. Forward KL, no reward (SDFT, 2601.19897)
-    hints                   RL, and a sentence with the meaning above an edit that got it wrong
+    hints                   RL, and what the words mean above each edit that got it wrong
     another policy          the policy's own rollouts; the teacher is what plain SFT has become
                             (on-policy distillation), all that was sampled, no reward
 
     python -m experiments.learn_new
 
-Found: nothing is learned yet. At RL's rate all but the reward alone forget all else (.33 to .00);
-at a fifth of it plain SFT forgets nothing and learns as little (experiments/README.md). No figure.
+Found: where the words meant code that the policy had never written (`7 - x`), nothing was learned
+by any arm (experiments/README.md). With these words: not yet run. No figure.
 """
 
 import itertools
@@ -38,11 +38,10 @@ from experiments import contexts, runner
 from experiments.runner import Arm, Experiment
 from world import micro
 
-# 1. What is new: name -> (what it means for x, what it computes)
-NEW = {
-    "mirror": ("{k} - x", lambda xs, k: [k - x for x in xs]),
-    "fold": ("abs(x - {k})", lambda xs, k: [abs(x - k) for x in xs]),
-}
+# 1. What is new: a word, and the known operation that it means. What it means has to be code that
+#    the policy can write: of a token that it has never written no teacher and no reward can say
+#    anything that it would hear.
+NEW = {"mirror": "raise", "fold": "multiply"}
 NEW_WORDS = micro.Words(list(NEW), list(micro.REDUCTIONS))
 
 
@@ -50,8 +49,12 @@ def is_new(function):
     return any(op in NEW for op, _ in function.steps)
 
 
+# What the docs say of all other functions: the code's own words
+plain_phrase = micro.Function.phrase
+
+
 def phrase_by_name(function):
-    """What the task says of such a function: the name of the operation, and not its code."""
+    """What the docs say of such a function: the word, and not what it means."""
     steps = [f"{op} {k}" for op, k in function.steps]
     return ", ".join([*steps, f"return {micro.ALL_REDUCTIONS[function.reduction]}"])
 
@@ -60,7 +63,7 @@ def phrase_by_name(function):
 def new_operations():
     """Within it half of the training tasks whose targets have one step need one of them. Held-out
     tasks stay what they are: they tell what is forgotten."""
-    plain_draw, plain_phrase = synth_tasks.draw_function, micro.Function.phrase
+    plain_draw = synth_tasks.draw_function
 
     def draw(rng, module, noun, steps, held_out, words):
         # Of a training task of level 0 the target alone has one step at most. Where all of them are
@@ -72,15 +75,15 @@ def new_operations():
     def phrase(function):
         return phrase_by_name(function) if is_new(function) else plain_phrase(function)
 
-    for op, (expression, meaning) in NEW.items():
-        micro.ALL_OPS[op], micro.MEANING[op] = ("map", expression), meaning
+    for word, op in NEW.items():
+        micro.ALL_OPS[word], micro.MEANING[word] = micro.ALL_OPS[op], micro.MEANING[op]
     synth_tasks.draw_function, micro.Function.phrase = draw, phrase
     try:
         yield
     finally:
         synth_tasks.draw_function, micro.Function.phrase = plain_draw, plain_phrase
-        for op in NEW:
-            del micro.ALL_OPS[op], micro.MEANING[op]
+        for word in NEW:
+            del micro.ALL_OPS[word], micro.MEANING[word]
 
 
 # 2. Who acts? RL hands tasks to `workers` and collects groups of rollouts from them. Whatever has
@@ -152,21 +155,30 @@ class HintsAlone(train.Reinforcement):
         return 0.0 * super().policy_objective(logp, batch, normaliser, reference)
 
 
+def tell_meaning(target):
+    """What the docs of a task say where they do not use the new words. The policy heeds it: read
+    above a wrong edit it makes the right text 4 nats likelier."""
+    return f"{target.name}: {plain_phrase(target)}"
+
+
+def above_wrong_edits(played, group):
+    return contexts.above_wrong_edits(played, lambda e, i, target: tell_meaning(target))
+
+
+def above_every_turn(played, group):
+    """As the paper's demonstration: above each turn of a rollout that failed"""
+    if played.solved:
+        return []
+    text = "; ".join(map(tell_meaning, contexts.targets_of(played)))
+    return contexts.above_every_turn(played, text)
+
+
+class Hints(contexts.WithContext):
+    context = staticmethod(above_wrong_edits)
+
+
 class SelfDistillation(contexts.WithContext, HintsAlone):
-    context = staticmethod(contexts.demonstration)
-
-
-def meaning(played, group):
-    """What the operation means, above each edit that got it wrong"""
-
-    def tell(e, i, target):
-        return f"Reminder: {phrase_by_name(target)}: {', '.join(target.lines())}."
-
-    return contexts.above_wrong_edits(played, tell)
-
-
-class Meaning(contexts.WithContext):
-    context = staticmethod(meaning)
+    context = staticmethod(above_every_turn)
 
 
 class AnotherPolicy(HintsAlone):
@@ -217,9 +229,9 @@ def self_distillation():
     feedback_distill.DIVERGENCE = "forward"
 
 
-def hints_with_meaning():
+def hints():
     new_tasks()
-    train.STAGE["rl"] = Meaning
+    train.STAGE["rl"] = Hints
 
 
 def another_policy():
@@ -244,7 +256,7 @@ def learned_and_forgotten(folder, policies):
 
 
 # 7. The arms.
-NARROW = ("--levels=0", "--curriculum=0", "--steps=20")
+NARROW = ("--levels=0", "--curriculum=0", "--steps=40")
 EXPERIMENT = Experiment(
     question="Learn something new, forget less",
     curves=("solved",),
@@ -253,7 +265,7 @@ EXPERIMENT = Experiment(
         # A demonstration has no record of routed experts that could be replayed.
         "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), plain_sft),
         "self-distillation": Arm(NARROW, self_distillation),
-        "hints": Arm(NARROW, hints_with_meaning),
+        "hints": Arm(NARROW, hints),
         "another policy": Arm(NARROW, another_policy, after="plain SFT"),
     },
     more=learned_and_forgotten,

@@ -60,7 +60,7 @@ from experiments import summary, tables, tasks, thoughts, unpaid, untaught
 
 from fast import low_precision
 from fast import workers as fast_workers
-from world import expert
+from world import expert, micro
 from world.honeypot import unharden
 from world.judge import run_trusted
 from world.kinds import KINDS
@@ -954,12 +954,16 @@ def test_new_operations_are_told_by_name_in_training_tasks_alone_and_only_within
             if op not in learn_new.NEW:
                 continue
             # The oracle is Python: what the hidden inputs demand, by what the name means.
-            meaning = {"mirror": lambda x: k - x, "fold": lambda x: abs(x - k)}[op]
+            meaning = {"mirror": lambda x: max(x, k), "fold": lambda x: x * k}[op]
             reduce = {"list": list, "sum": sum, "count": len, "largest": max}[target["reduction"]]
             for _, _, (xs,), value in task.hidden:
                 assert value == reduce([meaning(x) for x in xs])
             assert f"{op} {k}, return" in task.problem_statement
-            assert "abs(" not in task.problem_statement and " - x" not in task.problem_statement
+            said = {"mirror": f"max(x, {k})", "fold": f"x * {k}"}[op]
+            assert said not in task.problem_statement
+            # A teacher reads what the docs say of it elsewhere.
+            hint = learn_new.tell_meaning(micro.Function(**target))
+            assert hint.startswith(f"{target['name']}: {said}, return")
             _, files = expert.record_expert(task, random.Random(0), sloppy=0)
             assert run_trusted(files).exit_code == 0
         assert kinds == {True, False}
