@@ -1,16 +1,19 @@
 """learn_new.py: Learn something new, forget less: from demonstrations, hints, or another policy?
 
 Two words that no policy has seen and that say nothing: the docs of a task ask for `mirror 7` and
-mean `max(x, 7)`, for `fold 7` and mean `x * 7`. 40 steps on tasks of level 0, of which half need
+mean `max(x, 7)`, for `fold 7` and mean `x * 7`. 20 steps on tasks of level 0, of which half need
 them. Measured are such tasks with other seeds, and what is forgotten of all other levels.
 
     reward alone            RL, whose rollouts have to hit upon it
-    plain SFT               imitates the expert: demonstrations in the place of rollouts
-    self-distillation       the policy's own rollouts; the teacher reads what the words mean above
-                            each turn of those that failed. Forward KL, no reward (SDFT, 2601.19897)
+    plain SFT               imitates the expert: demonstrations in the place of rollouts; also
+                            "slower", at a fifth of RL's rate
     hints                   RL, and what the words mean above each edit that got it wrong
+    self-distillation       the policy's own rollouts; the teacher reads what the words mean above
+                            each turn of those that failed. Forward KL, no reward, a fifth of the
+                            rate (SDFT, 2601.19897)
     another policy          the policy's own rollouts; the teacher is what plain SFT has become
-                            (on-policy distillation), all that was sampled, no reward
+                            (on-policy distillation), all that was sampled, no reward. A fifth of
+                            the rate
 
     python -m experiments.learn_new
 
@@ -256,17 +259,22 @@ def learned_and_forgotten(folder, policies):
 
 
 # 7. The arms.
-NARROW = ("--levels=0", "--curriculum=0", "--steps=40")
+NARROW = ("--levels=0", "--curriculum=0", "--steps=20")
+# A demonstration has no record of routed experts that could be replayed.
+SFT = (*NARROW, "--feedback=0", "--router_replay=0")
+# A fifth of RL's rate. At the whole rate self-distillation solved .23 and .34 in steps 4 and 5,
+# where RL with hints, on the same tasks, had .52 and .59.
+SLOWER = "--adam_lr=1e-4"
 EXPERIMENT = Experiment(
     question="Learn something new, forget less",
     curves=("solved",),
     arms={
         "reward alone": Arm((*NARROW, "--feedback=0"), new_tasks),
-        # A demonstration has no record of routed experts that could be replayed.
-        "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), plain_sft),
-        "self-distillation": Arm(NARROW, self_distillation),
+        "plain SFT": Arm(SFT, plain_sft),
+        "plain SFT, slower": Arm((*SFT, SLOWER), plain_sft),
         "hints": Arm(NARROW, hints),
-        "another policy": Arm(NARROW, another_policy, after="plain SFT"),
+        "self-distillation": Arm((*NARROW, SLOWER), self_distillation),
+        "another policy": Arm((*NARROW, SLOWER), another_policy, after="plain SFT"),
     },
     more=learned_and_forgotten,
     by_seed=("new", "other levels before", "other levels after"),
