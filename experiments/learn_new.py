@@ -6,7 +6,7 @@ them. Measured are such tasks with other seeds, and what is forgotten of all oth
 
     reward alone            RL, whose rollouts have to hit upon it
     plain SFT               imitates the expert: demonstrations in the place of rollouts; also
-                            "slower", at a fifth of RL's rate
+                            "slower", at a fifth of RL's rate, and that for 100 steps
     hints                   RL, and what the words mean above each edit that got it wrong
     self-distillation       the policy's own rollouts; the teacher reads what the words mean above
                             each turn. Forward KL, no reward, a fifth of the rate (SDFT, 2601.19897)
@@ -268,6 +268,8 @@ EXPERIMENT = Experiment(
         "reward alone": Arm((*NARROW, "--feedback=0"), new_tasks),
         "plain SFT": Arm(SFT, plain_sft),
         "plain SFT, slower": Arm((*SFT, SLOWER), plain_sft),
+        # It samples nothing: in the time of 20 steps of RL it can have these.
+        "plain SFT, slower, 100 steps": runner.with_steps(Arm((*SFT, SLOWER), plain_sft), 100),
         "hints": Arm(NARROW, hints),
         "self-distillation": Arm((*NARROW, SLOWER), self_distillation),
         "another policy": Arm((*NARROW, SLOWER), another_policy, after="plain SFT"),
