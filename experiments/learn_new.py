@@ -43,9 +43,9 @@ from experiments import contexts, runner
 from experiments.runner import Arm, Experiment
 from world import micro
 
-# 1. What is new: a word, and the known operation that it means. What it means has to be code that
-#    the policy can write: of a token that it has never written no teacher and no reward can say
-#    anything that it would hear.
+# 1. What is new: a word, and the known operation that it means. The operation is known because the
+#    policy must be able to write its code: it never samples a token that SFT has not shown (`abs`
+#    has a log-probability of -20), so no reward finds it, and no hint raises it far enough.
 NEW = {"mirror": "raise", "fold": "multiply"}
 NEW_WORDS = micro.Words(list(NEW), list(micro.REDUCTIONS))
 
@@ -166,22 +166,22 @@ def tell_meaning(target):
     return f"{target.name}: {plain_phrase(target)}"
 
 
-def above_wrong_edits(played, group):
+def meaning_at_wrong_edits(played, group):
     return contexts.above_wrong_edits(played, lambda e, i, target: tell_meaning(target))
 
 
-def above_every_turn(played, group):
+def meaning_at_every_turn(played, group):
     """As the paper's demonstration: above each turn of each rollout"""
     text = "; ".join(map(tell_meaning, contexts.targets_of(played)))
     return contexts.above_every_turn(played, text)
 
 
-class Hints(contexts.WithContext):
-    context = staticmethod(above_wrong_edits)
+class HintsOnMeaning(contexts.WithContext):
+    context = staticmethod(meaning_at_wrong_edits)
 
 
 class SelfDistillation(contexts.WithContext, HintsAlone):
-    context = staticmethod(above_every_turn)
+    context = staticmethod(meaning_at_every_turn)
 
 
 class AnotherPolicy(HintsAlone):
@@ -234,7 +234,7 @@ def self_distillation():
 
 def hints():
     new_tasks()
-    train.STAGE["rl"] = Hints
+    train.STAGE["rl"] = HintsOnMeaning
 
 
 def another_policy():
@@ -262,7 +262,7 @@ def learned_and_forgotten(folder, policies):
 NARROW = ("--levels=0", "--curriculum=0", "--steps=20")
 # A demonstration has no record of routed experts that could be replayed.
 SFT = (*NARROW, "--feedback=0", "--router_replay=0")
-# A fifth of RL's rate
+# A fifth of RL's rate, at which plain SFT forgets less
 SLOWER = "--adam_lr=1e-4"
 EXPERIMENT = Experiment(
     question="Learn something new, forget less",
