@@ -196,7 +196,8 @@ def draw_curves(experiment, results, path):
     figure, ax = drawing.make_axes("", "", "", panels)
     axes = list(np.atleast_1d(ax))
     figure.suptitle(experiment.question)
-    command = f"python -m experiments.{path.stem}    (numbers: first five steps to last five)"
+    numbers = "    (numbers: first five steps to last five)" if curves else ""
+    command = f"python -m experiments.{path.stem}{numbers}"
     figure.supxlabel(command, fontsize=8, family="monospace")
 
     # Curves by step. A running mean's fifth value is the mean of the first five steps, its last one
