@@ -16,7 +16,7 @@ parameters"; the commands stand in contexts.py, which has it as a teacher).
 
 Found (seed 3): Muon carries it, .285 solved as Composer 2, .903 with Muon, .803 by the default.
 With AdamW, at three rates, the heads that copy constants do not form in SFT. Many tasks gain
-nothing here (.833); hints and effort take wrong tools from .41 to .04 and turns from 13.8 to 10.3.
+nothing here (.833); hints and effort take wrong tools from .41 to .03 and turns from 13.8 to 10.3.
 A model twice as wide after SFT alone solves less (.29 and .51). Figure: figures/generations.png.
 """
 

@@ -16,7 +16,7 @@ begin at an SFT with hints on all six.
 
     python -m experiments.habits
 
-Found (seed 1337): with hints wrong tools go from .33 to .04 of the held-out rollouts, comments from
+Found (seed 1337): with hints wrong tools go from .33 to .03 of the held-out rollouts, comments from
 .16 to .01, looking up again from .24 to .15; by the reward alone they rise or stay (.35, .23, .59).
 Malformed calls and ending on red tests go in both arms; untrue messages hardly (.31 to .26; .33).
 Figure: figures/habits.png.
