@@ -107,12 +107,17 @@ def interval_of_mean(values):
     return [float(values.mean() - half), float(values.mean() + half)]
 
 
-def passes_by_task(records):
-    """-> {task: [was it solved?, for each of its passes]}"""
-    passes = {}
+def values_by(names, records, key):
+    """-> {what a record has under `names`: [the values of `key` of all such records]}"""
+    values = {}
     for record in records:
-        passes.setdefault(record["task"], []).append(record["solved"])
-    return passes
+        values.setdefault(tuple(record[name] for name in names), []).append(record[key])
+    return values
+
+
+def mean_by_task(records, key):
+    """-> {task: the mean of its passes}"""
+    return {task: float(np.mean(own)) for task, own in values_by(("task",), records, key).items()}
 
 
 def compare_pairs(first, second):
@@ -124,8 +129,7 @@ def compare_pairs(first, second):
     `first`. p: chance of a split at least as uneven if both were equally good (sign test, exact,
     two-sided)."""
     # The share of passes that each policy solved, for the tasks that both have played.
-    before = {task: float(np.mean(passes)) for task, passes in passes_by_task(first).items()}
-    after = {task: float(np.mean(passes)) for task, passes in passes_by_task(second).items()}
+    before, after = mean_by_task(first, "solved"), mean_by_task(second, "solved")
     shared = [task for task in before if task in after]
     if not shared:
         return None
@@ -187,18 +191,18 @@ def summarize_records(records):
     def total(key):
         return sum(record[key] for record in records)
 
-    # Rates and means. passes: the number that was asked for. A task whose rollout the machine
-    # failed has fewer.
-    by_task = passes_by_task(records)
-    passes = max(len(solved) for solved in by_task.values())
-    mean_passes = len(records) / len(by_task)
+    # Passes of one task are correlated, so an interval is one over tasks. passes: the number that
+    # was asked for. A task whose rollout the machine failed has fewer, and counts as much.
+    solved = [*mean_by_task(records, "solved").values()]
+    sampled = [*mean_by_task(records, "sampled").values()]
+    passes = max(map(len, values_by(("task",), records, "solved").values()))
     result = {
-        "solved": mean("solved"),
-        "interval": wilson_interval([np.mean(solved) for solved in by_task.values()], mean_passes),
-        "tasks": len(by_task),
+        "solved": float(np.mean(solved)),
+        "interval": wilson_interval(solved, len(records) / len(solved)),
+        "tasks": len(solved),
         "passes": passes,
-        "tokens": mean("sampled"),
-        "tokens_interval": interval_of_mean([record["sampled"] for record in records]),
+        "tokens": float(np.mean(sampled)),
+        "tokens_interval": interval_of_mean(sampled),
         "effort": mean("effort"),
         "turns": mean("turns"),
         # The median, since a few rollouts that run into a limit would make up most of the mean.
@@ -222,9 +226,11 @@ def summarize_records(records):
     if "moved" in records[0] and total("unflagged"):
         result["moved"] = total("moved") / total("unflagged")
 
-    # pass@k for k = 1, 2, 4, ...: the mean over the tasks that have so many passes.
+    # pass@k for k = 1, 2, 4, ...: the mean over the tasks that have so many passes. At another
+    # setting of effort a task is another prompt, and so no further pass of the same.
+    equal = values_by(("task", "setting"), records, "solved").values()
     for k in (1, 2, 4, 8, 16, 32):
-        enough = [solved for solved in by_task.values() if k <= len(solved)]
+        enough = [solved for solved in equal if k <= len(solved)]
         if enough:
             chances = [pass_at_k(len(solved), sum(solved), k) for solved in enough]
             result[f"pass@{k}"] = float(np.mean(chances))
@@ -292,7 +298,7 @@ def summarize_policies(policies, careful=()):
     # Every other policy is compared with the first one.
     first, *others = policies
     for name in others:
-        pair = compare_pairs(policies[first], policies[name])
+        pair = compare_pairs(split(policies[first])[0], split(policies[name])[0])
         if pair:
             numbers["pairs"][name] = {"against": first, **pair}
     return numbers
@@ -366,9 +372,9 @@ def rollout_rows(groups, rank):
 
 def held_out(number, levels=LEVELS, split="heldout"):
     """`number` tasks per level that no training has seen. Seeds, compositions of operations and
-    names are all held out; with split="train" only seeds are, and those of the bench are another
-    generator's. A failure in train shows what was not learned, a difference between two splits what
-    does not generalise."""
+    names are all held out; with split="train" only seeds are; with split="bench" one target in four
+    has words of micro.BENCH, too. A failure in train shows what was not learned, a difference
+    between two splits what does not generalise."""
     # With split="train": seeds that training does not use.
     first = 10**12 if split == "train" else 0
     tasks = []
@@ -398,7 +404,7 @@ def settings_of(config):
     return tuple(length_penalty.read_weights(config["length_penalty"]))
 
 
-# What a policy acts by, of the configuration that it was trained with, and what its hints are about
+# The fields of a run's configuration that its rollouts and its hints depend on
 ACTS_BY = {
     "habits",
     "length_penalty",
@@ -702,7 +708,7 @@ def evaluate(run, config, paths, made, published):
 
     config, paths, made, published: see Asked in command/evaluation.py, which also writes the
     results. run: a train.Run"""
-    # Tasks that no policy has seen.
+    # Tasks that no policy has seen, but for those of a file, on which RL may have trained.
     if config.tasks:
         tasks = read_tasks(config.tasks)
     else:

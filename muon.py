@@ -458,6 +458,16 @@ class Muon(torch.optim.Optimizer):
                 self.sharded_params.append(sharded)
         self.plans = {}  # made anew at the next step
 
+    def load_state_dict(self, state_dict):
+        """As torch's, which casts state to the dtype of the weights: here it stays fp32."""
+        super().load_state_dict(state_dict)
+        # Saved state is keyed by number, ours by parameter: the groups give the pairs.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            for number, p in zip(saved["params"], group["params"]):
+                if p.dtype != torch.float32:
+                    for key, tensor in state_dict["state"].get(number, {}).items():
+                        self.state[p][key] = tensor.to(p.device, copy=True)
+
     @torch.no_grad()
     def step(self, closure=None):
         """One update of all parameters. closure, as in torch: computes the loss, which is

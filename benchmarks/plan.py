@@ -11,8 +11,9 @@ Every assumption is printed as the flag that changes it. Bytes on the wire agree
 with those counted on eight ranks (tests/test_hsdp.py), and the count of Newton-Schulz with one by
 hand (tests/test_plan.py).
 
-Left out: overlap (the seconds of the wire are those of transfers one after the other), latency, and
-what activations take beyond an estimate. A plan says what cannot work; a run says what does.
+Left out: overlap (the seconds of the wire are those of transfers one after the other), latency,
+what activations take beyond an estimate, and what recomputed blocks send once more (half as many
+bytes of tokens again, and the latents' all-gather). A plan says what cannot work; a run says what does.
 """
 
 import math
@@ -221,12 +222,12 @@ def optimizer_step(shapes, layout, step, hardware, heads=1):
     numbers = sum(held(name, shape, layout) for name, shape in shapes.items())
     speed = hardware.link if layout.world <= hardware.node else hardware.net
 
-    # Every rank does its share of Newton-Schulz. Elementwise, 24 bytes per number: five numbers in
-    # fp32, and the unit twice in bf16.
+    # Every rank does its share of Newton-Schulz. Elementwise, gradient and momentum are fp32.
+    elementwise = 12 + 2 * step.kept + 2 * step.unit  # bytes of a number
     return {
         "Newton-Schulz": flops / layout.world / (hardware.tflops * 1e12 * hardware.share),
         "units on the wire": wire / (speed * 1e9),
-        "elementwise": 24 * numbers / (hardware.hbm * 1e9),
+        "elementwise": elementwise * numbers / (hardware.hbm * 1e9),
     }
 
 
@@ -247,11 +248,14 @@ def find_model(name, folder=""):
 
 def two_layouts(gpus, cp, ep, node):
     """-> {name: layout}. Narrow: every node holds a copy. Wide: one copy is cut over all GPUs."""
-    nodes = max(gpus // node, 1)
-    return {
-        "dense narrow, experts wide": Layout(gpus, cp, ep, nodes),
-        "all wide": Layout(gpus, cp, ep),
-    }
+    if gpus > node and gpus % node:
+        raise ValueError(f"--gpus={gpus} are no whole nodes of --node={node} GPUs")
+    narrow, wide = Layout(gpus, cp, ep, max(gpus // node, 1)), Layout(gpus, cp, ep)
+    layouts = {"dense narrow, experts wide": narrow, "all wide": wide}
+    # Where narrow cuts neither dense weights nor experts, every GPU would have the whole model.
+    if gpus > 1 and narrow.shard == narrow.ep == 1:
+        del layouts["dense narrow, experts wide"]
+    return layouts
 
 
 def gigabytes(size):
@@ -333,8 +337,7 @@ def training_command(name, folder, gpus, step, hardware, layout, recompute):
     if not folder and name in ("gpu", "laptop"):
         origin = f"--scale={name}"
 
-    # The division is rounded up: the last node may be partly used.
-    nodes, ranks = -(-gpus // hardware.node), min(gpus, hardware.node)
+    nodes, ranks = max(gpus // hardware.node, 1), min(gpus, hardware.node)
     command = (
         f"torchrun --nnodes={nodes} --nproc_per_node={ranks} train.py {origin} --cp={layout.cp} "
         f"--ep={layout.ep} --dp_replicate={layout.dp_replicate} --micro_tokens={step.tokens}"

@@ -38,9 +38,7 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
     tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
     add("tasks", None, tasks, "str")
     split = "of generated tasks; train: only seeds are new"
-    parser.add_argument(
-        "--split", choices=("heldout", "train", "bench"), default="heldout", help=split
-    )
+    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help=split)
 
     effort = "settings that the tasks ask for, with commas (default: those of the run's RL)"
     add("effort", None, effort, "str", choices=settings, several=True)

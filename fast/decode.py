@@ -28,14 +28,16 @@ from fast.cpu_kernels import attend_in_blocks
 from moe import Attention, MoE, apply_rotary_emb, linear
 
 
-def joined(module, weights, join):
+def joined(module, weights, join, dtype=None):
     """join() of a module's weights, a tuple, kept until one of them changes: only in sampling,
     where it serves thousands of steps. New numbers go to where the old ones lie, since a CUDA graph
-    reads them there (fast/cuda_graphs.py, which calls module.rejoin)."""
+    reads them there (fast/cuda_graphs.py, which calls module.rejoin). dtype: that of the result
+    where it may be another one than the weights'"""
     # A tensor's version rises with every change in place. One made in inference mode has none.
     if any(weight.is_inference() for weight in weights):
         return join()
     places, versions = zip(*((weight.data_ptr(), weight._version) for weight in weights))
+    places = dtype, *places
     known_places, known_versions = getattr(module, "joined_from", (None, None))
     if places != known_places:
         module.joined_weights = join()
@@ -43,7 +45,7 @@ def joined(module, weights, join):
         for old, new in zip(module.joined_weights, join()):
             old.copy_(new)
     module.joined_from = places, versions
-    module.rejoin = partial(joined, module, weights, join)
+    module.rejoin = partial(joined, module, weights, join, dtype)
     return module.joined_weights
 
 

@@ -7,7 +7,7 @@ benchmarks/README.md).
 The plain form multiplies the whole matrix by a polynomial at every step. The Gram form does not:
 the polynomials commute, so it is enough to iterate on the small A = X X^T, to collect the product
 of the polynomials, and to multiply X by it at the end. For a matrix of m rows and n >= m columns
-that is 34 m^3 + 4 m^2 n multiply-adds instead of 10 m^3 + 20 m^2 n: they cross at n = 1.5 m.
+that is 28 m^3 + 8 m^2 n FLOPs instead of 10 m^3 + 20 m^2 n: they cross at n = 1.5 m.
 
 That loses small singular values, which A holds squared, and bf16 would lose too many: so the Gram
 form is for fp32 only, and starts again from X now and then. In bf16 the plain iteration runs, with

@@ -130,7 +130,7 @@ class LowPrecisionExperts(moe.Experts):
         rounded = torch.is_inference_mode_enabled()
         if rounded:
             round_all = partial(round_weights, weights, x.dtype, self.precision)
-            weights = joined(self, weights, round_all)
+            weights = joined(self, weights, round_all, x.dtype)
         return low_precision_swiglu(x, counts, *weights, self.precision, rounded)
 
 

@@ -51,17 +51,6 @@ class RoundingMuon(Muon):
             start = [part.start for part in unit.pieces[unit.sharded.rank]]
         stochastic_round(weight, exact, seed, start)
 
-    def load_state_dict(self, state_dict):
-        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
-        state of bf16 weights."""
-        super().load_state_dict(state_dict)
-        # Saved state is keyed by number, ours by parameter: the groups give the pairs.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            for number, p in zip(saved["params"], group["params"]):
-                if p.dtype != torch.float32:
-                    for key, tensor in state_dict["state"].get(number, {}).items():
-                        self.state[p][key] = tensor.to(p.device, copy=True)
-
 
 def block_start(tensor):
     """Where the block that this rank holds begins in the whole tensor: a number per dimension"""

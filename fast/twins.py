@@ -64,7 +64,7 @@ TWINS = (
     Twin(
         "fast.optimizer_graph:GraphMuon",
         ("muon.Muon",),
-        "1f5658c99f27758e",
+        "358d7f19b9d9a26d",
         shared=("muon.newton_schulz",),
     ),
     Twin(

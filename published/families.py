@@ -364,9 +364,11 @@ def read_rope_section(settings):
             )
         # "type" is the old name of rope_type. The base may also stand outside of a section.
         if found:
-            known = {"rope_type": found.get("type", "default"), **found}
-            known.setdefault("rope_theta", settings.raw.get("rope_theta"))
-            sections.append({k: v for k, v in known.items() if k != "type" and v is not None})
+            given = {key: value for key, value in found.items() if value is not None}
+            known = {"rope_type": given.pop("type", "default"), **given}
+            if settings.raw.get("rope_theta") is not None:
+                known.setdefault("rope_theta", settings.raw["rope_theta"])
+            sections.append(known)
 
     # Both in one dict. A base that stands in one of them is that of both.
     if not sections:
@@ -461,9 +463,9 @@ def config_json(config):
 
 def find_family(config):
     """model_type of the published architecture that a configuration is an instance of, or None"""
-    # Latent attention: DeepSeek-V3 has a sigmoid router and shared experts.
+    # Latent attention: DeepSeek-V3 has a sigmoid router.
     if config.attention == "mla":
-        return "deepseek_v3" if config.scoring == "sigmoid" and config.shared else None
+        return "deepseek_v3" if config.scoring == "sigmoid" else None
 
     # Grouped queries: the published ones turn whole heads.
     if config.qk_nope or config.q_lora or config.v_dim != config.qk_rope:
@@ -487,7 +489,7 @@ def mla_json(config):
         qk_nope_head_dim=config.qk_nope,
         qk_rope_head_dim=config.qk_rope,
         v_head_dim=config.v_dim,
-        n_shared_experts=config.shared,
+        n_shared_experts=config.shared or None,
         n_routed_experts=config.experts,
         routed_scaling_factor=config.route_scale,
         n_group=config.n_group,
@@ -515,9 +517,14 @@ def rope_json(config):
         attention_factor=config.yarn_amplitude,
     )
 
-    # The temperature on the scores. Both coefficients are written: with one, readers differ.
-    if config.attention == "mla":
-        yarn |= dict(mscale=config.yarn_mscale, mscale_all_dim=config.yarn_mscale)
+    # The temperature on the scores, where there is one. Both coefficients are written, since with
+    # one readers differ. The other one gives the amplitude to those that know no attention_factor.
+    if config.attention == "mla" and config.yarn_mscale:
+        mscale = config.yarn_mscale
+        if config.yarn_amplitude != 1:
+            whole = config.yarn_amplitude * yarn_mscale(mscale, config.yarn_factor)
+            mscale = (whole - 1) / (0.1 * math.log(config.yarn_factor))
+        yarn |= dict(mscale=mscale, mscale_all_dim=config.yarn_mscale)
     else:
         # Grouped queries turn whole heads, so the temperature on the scores can go into the factor
         # on cos and sin.

@@ -229,8 +229,24 @@ def test_a_lost_rollout_takes_its_task_alone_out_of_pass_at_2():
     s = evaluation.summarize_records(RECORDS[:-1])
     assert s["passes"] == 2 and s["pass@1"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert s["pass@2"] == 1.0
+    # Each task counts once, however many of its passes are left, as in pass@1 and in the interval.
+    assert s["solved"] == s["pass@1"] and s["tokens"] == pytest.approx((15 + 35 + 100) / 3)
     silent = evaluation.summarize_records([dict(RECORDS[0], turns=0, moved=0.0, unflagged=0)])
     assert not {"moved", "wrong_calls_per_turn"} & silent.keys()
+
+
+def test_another_setting_of_effort_is_no_second_pass():
+    asked = [dict(record, setting=name) for record in RECORDS for name in ("low", "high")]
+    s = evaluation.summarize_records(asked)
+    assert s["passes"] == 4 and "pass@4" not in s
+    assert s["pass@2"] == evaluation.summarize_records(RECORDS)["pass@2"]
+
+
+def test_passes_of_a_task_are_one_observation_of_its_tokens():
+    once = [line(f"t{i}", 0, True, 10 * i) for i in range(5)]
+    whole = evaluation.summarize_records(once)["tokens_interval"]
+    assert evaluation.summarize_records(4 * once)["tokens_interval"] == whole
+    assert whole == evaluation.interval_of_mean([0, 10, 20, 30, 40])
 
 
 def test_levels_are_summarised_apart():
@@ -270,6 +286,10 @@ def test_the_bench_and_second_instructions_are_numbers_of_their_own(tmp_path):
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
     assert rows["second instructions kept"] == ["0.500", "0.500"]
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    # Task by task, the bench is not counted among the others.
+    lost = [dict(record, solved=False) for record in bench]
+    pair = evaluation.summarize_policies({"one": policies["one"], "two": RECORDS + lost})["pairs"]
+    assert (pair["two"]["tasks"], pair["two"]["won"], pair["two"]["lost"]) == (3, 0, 0)
     # Of the bench alone there is one table.
     alone = evaluation.summarize_policies({"one": bench})["policies"]["one"]
     assert "bench" not in alone and list(alone["levels"]) == [8, 14]

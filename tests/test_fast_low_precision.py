@@ -129,6 +129,11 @@ def test_in_sampling_weights_are_rounded_once_and_follow_new_ones(precision, mon
             calls.clear()
             assert torch.equal(experts(x, counts), expected)
             assert calls == [2, 2]  # the rows alone
+    # Another dtype of the products is another rounding of the same weights.
+    lower = fast.accelerate(experts.requires_grad_(False))(x.bfloat16(), counts)
+    with torch.inference_mode():
+        assert torch.equal(experts(x.bfloat16(), counts), lower)
+        assert torch.equal(experts(x, counts), expected)
 
 
 @pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])

@@ -280,15 +280,16 @@ def test_the_adamw_groups_equal_torch_optim_adamw_bit_for_bit(options):
     assert all(torch.equal(ours[n], theirs[n]) for n in shapes)
 
 
+@pytest.mark.parametrize("kind", [Muon, RoundingMuon])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
-    straight, optimizer = small_optimizer(dtype)
+def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype, kind):
+    straight, optimizer = small_optimizer(dtype, kind)
     steps_of(straight, optimizer, range(6))
-    first, optimizer = small_optimizer(dtype)
+    first, optimizer = small_optimizer(dtype, kind)
     steps_of(first, optimizer, range(3))
     torch.save((first, optimizer.state_dict()), tmp_path / "half")
     weights, state = torch.load(tmp_path / "half", weights_only=True)
-    second, optimizer = small_optimizer(dtype)
+    second, optimizer = small_optimizer(dtype, kind)
     with torch.no_grad():
         [p.copy_(weights[n]) for n, p in second.items()]
     optimizer.load_state_dict(state)
@@ -569,7 +570,7 @@ def test_an_empty_parameter_is_refused_by_name(shape):
         Muon([dict(params=[("nothing.weight", torch.nn.Parameter(torch.zeros(shape)))])])
 
 
-def small_optimizer(dtype):
+def small_optimizer(dtype, kind=RoundingMuon):
     params = {
         n: torch.nn.Parameter(t.to(dtype))
         for n, t in tensors(4, {"w": (4, 12), "out": (6, 8), "gain": (5,)}).items()
@@ -579,7 +580,7 @@ def small_optimizer(dtype):
         dict(params=[("out", params["out"])], column_blocks=2),
         dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3),
     ]
-    return params, RoundingMuon(groups, lr=0.02, ns_dtype=torch.float32)
+    return params, kind(groups, lr=0.02, ns_dtype=torch.float32)
 
 
 def steps_of(params, optimizer, seeds):

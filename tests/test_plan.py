@@ -1,6 +1,7 @@
 """benchmarks/plan.py: its counts against hand counts, its table and its flags. That its bytes are
 those that eight ranks receive is tested in test_hsdp.py, where they are counted."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -99,14 +100,30 @@ def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, ca
     assert "config.json" in refused([f"--init_from={tmp_path}"], capsys)
 
 
+def test_a_layout_that_cuts_nothing_is_none_of_the_choices(capsys):
+    plan.main("--model=moonlight --gpus=8 --node=1 --cp=1 --ep=1 --tokens=2048".split())
+    text = capsys.readouterr().out
+    assert "narrow" not in text and "--dp_replicate=1 " in text
+
+
+def test_the_elementwise_bytes_of_an_optimizer_step_are_those_of_its_dtypes():
+    config, shapes = plan.find_model("laptop")
+    hardware, numbers = plan.Hardware(), sum(map(math.prod, shapes.values()))
+    for kept, unit, size in ((4, 2, 24), (2, 2, 20), (4, 4, 28)):
+        step = plan.Step(kept=kept, unit=unit)
+        found = plan.optimizer_step(shapes, plan.Layout(1, 1, 1), step, hardware)["elementwise"]
+        assert found == pytest.approx(size * numbers / (hardware.hbm * 1e9))
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         ("--model=kimi", "unknown model"),
-        ("--gpus=12", "does not divide"),
+        ("--gpus=12", "12 are no whole nodes of --node=8"),
+        ("--gpus=4", "does not divide"),
         ("--gpu=8", "--gpu=8"),
         ("--gpus=x", "invalid int"),
-        ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"),
+        ("--ep=7 --gpus=56", "ep=7 does not divide the 384 experts"),
         ("--cp=0", "cp=0"),
         ("--hbm=0", "positive"),
     ],

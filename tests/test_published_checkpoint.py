@@ -94,6 +94,7 @@ FAMILIES = {
     "mla, two mscales": dict(
         MLA, rope_scaling=dict(YARN, beta_fast=4.0, mscale=0.7, mscale_all_dim=1.3)
     ),
+    "mla, yarn without coefficients": dict(MLA, rope_scaling=YARN),
     "mla, halves": dict(MLA, rope_interleave=False, norm_topk_prob=False),
     "qwen2": dict(QWEN, model_type="qwen2", head_dim=8),
     "qwen2, yarn": dict(QWEN, model_type="qwen2", head_dim=8, rope_scaling=YARN),
@@ -1051,6 +1052,7 @@ def test_what_readers_have_different_defaults_for_must_be_there(key, tmp_path):
         YARN,
         dict(without(YARN, "type"), rope_type="yarn", factor=4, rope_theta=1e5),
         dict(YARN, beta_fast=None),
+        dict(YARN, rope_theta=None),
     ],
 )
 def test_one_scaling_under_two_keys_is_that_scaling(new, tmp_path):
@@ -1064,7 +1066,32 @@ def test_one_scaling_under_two_keys_is_that_scaling(new, tmp_path):
     )
     # The base of the rotation may stand under one of the two keys only.
     edit(tmp_path / "two" / "config.json", lambda raw: raw.pop("rope_theta"))
-    assert read_checkpoint(tmp_path / "two")[0].rope_theta == new.get("rope_theta", 1e4)
+    assert read_checkpoint(tmp_path / "two")[0].rope_theta == (new.get("rope_theta") or 1e4)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *FAMILIES.values(),
+        dict(MLA, rope_scaling=dict(YARN, mscale=1.0)),
+        dict(MLA, rope_scaling=dict(YARN, mscale=0.7, mscale_all_dim=1.0, attention_factor=1.1)),
+        dict(MLA, n_shared_experts=None),
+    ],
+)
+def test_a_configuration_that_was_read_is_written_and_read_again(raw, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    config = families.read_config(path)[0]
+    path.write_text(json.dumps(families.config_json(config)))
+    assert families.read_config(path)[0] == config
+
+
+def test_both_coefficients_give_the_amplitude_that_attention_factor_says(tmp_path):
+    for scaling in (dict(mscale=0.7, mscale_all_dim=1.3), dict(mscale=1.0, mscale_all_dim=1.0)):
+        (tmp_path / "config.json").write_text(json.dumps(dict(MLA, rope_scaling=YARN | scaling)))
+        config = families.read_config(tmp_path / "config.json")[0]
+        written = families.config_json(config)["rope_scaling"]
+        assert {key: written[key] for key in scaling} == pytest.approx(scaling)
 
 
 def test_a_tensor_nobody_asked_for_is_named(tmp_path):
