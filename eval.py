@@ -401,7 +401,7 @@ def ask_for_each(tasks, settings):
 
 def settings_of(config):
     """Which settings of effort a run was trained with, by its configuration (a dict)"""
-    return tuple(length_penalty.read_weights(config["length_penalty"]))
+    return tuple(length_penalty.read_price_weights(config["length_penalty"]))
 
 
 # The fields of a run's configuration that its rollouts and its hints depend on
@@ -675,7 +675,7 @@ def play_episodes(name, model, tokenizer, config, tasks, numbers=None, group=4):
     dicts, as command/report.py shows them. name: of the policy; numbers: see
     rollout.sample_groups"""
     groups = play_tasks(model, tokenizer, config, tasks, group, numbers=numbers)
-    weights = length_penalty.read_weights(config["length_penalty"])
+    weights = length_penalty.read_price_weights(config["length_penalty"])
     budget = length_penalty.effort_budget(config["window"], config["max_turns"])
 
     found = []

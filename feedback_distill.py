@@ -13,25 +13,26 @@ whole trajectory; one forward pass, no new decoding; the example of a tool that 
 hints (rules here), the KL's direction, the teacher's weights, all coefficients; the choices are
 those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
 
-    student   s = log pi(. | x, y_<t)        teacher   t = log pi_T(. | x, hint, y_<t), no gradient
+    student   s = log pi(. | x, y_<n)        teacher   t = log pi_T(. | x, hint, y_<n), no gradient
     reverse   sum e^s (s - t)                forward   sum e^t (t - s)
     JSD       (KL(s | m) + KL(t | m)) / 2,   m = log((e^s + e^t) / 2)
-    loss      sum of these over the N tokens that hints speak about / max(N, number of rollouts), so
-              that a few last hints do not outweigh the reward. Student and teacher at temperature
-              1, whatever the rollouts were sampled at
+    loss      sum of these, each at most TOKEN_CAP nats, over the N tokens that hints speak about /
+              max(N, number of rollouts), so that a few last hints do not outweigh the reward.
+              Student and teacher at temperature 1, whatever the rollouts were sampled at
 
 The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
 its own (splice -> Splice, in the list segment.hints), the contexts of a batch are packed
 (pack_hinted -> Targets), the Teacher reads them (-> logits), feedback_loss compares.
 
-To add a rule, write one function with its docstring under @rule: (rollout, segment, turn) -> a Hint
-or a text, or None. `detect` asks it, the trainer teaches it (--habits=its name).
+To add a rule, write one function with its docstring under @rule: (rollout, e, i), where segment e
+has the turn i, -> a Hint, a text or None. `detect` asks it, the trainer teaches it (--habits=its
+name).
 
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
 (it routes by itself); targets spread over context-parallel ranks; a second hint on one turn.
 
-Letters (README has them all): B rows of the trainer's batch, T their length, R teacher rows (one
-per hint), S their length, N targets (the tokens that the hints speak about), V vocabulary.
+Letters (README has them all): B rows of the trainer's batch, T their length, N targets (the tokens
+that the hints speak about), V vocabulary.
 
     python feedback_distill.py    a small policy, wrong tools, the hint's KL per token, the cure
     python feedback_distill.py --ask=out/run/transcripts.jsonl --rules=code_style
@@ -394,8 +395,8 @@ def pack_hinted(segments):
         rows.append(hint.above + hint.hint_ids + hint.turn)
 
     # Padding on the right: the model is causal, so no target sees it.
-    S = max(map(len, rows), default=1)
-    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])  # (R, S)
+    length = max(map(len, rows), default=1)
+    tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows] or [[0]])  # (hints, T)
     numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 6).T.contiguous()  # (6, N)
     return Targets(tokens, *numbers, sum(map(len, rows)))
 
@@ -664,7 +665,7 @@ def demo():
     rollouts = flagged_demonstrations(tokenizer, range(200))[:80]
     held_out = flagged_demonstrations(tokenizer, range(1000, 1060))[:16]
 
-    # Where does a hint disagree with the policy? The turn of which it is most so
+    # Where does a hint disagree with the policy? Take the turn with the largest KL
     found = []
     for rollout in held_out:
         hint = detect(rollout, ("unavailable_tool",))[0]

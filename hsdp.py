@@ -22,8 +22,8 @@ Left out: copies of the experts; overlap of the latents' gather with the query p
 the token exchange with the shared expert (a step waits for both); random weights drawn in pieces
 (every rank draws the whole model once; a published one is read in pieces).
 
-Letters (README has them all): B rows, T tokens of a row, D model width, M tokens, E experts, R, C
-rows and columns of a weight.
+Letters (README has them all): B rows, T tokens of a row, D model width, M tokens, E experts, K
+experts of a token, R, C rows and columns of a weight.
 
     python hsdp.py      two grids on 8 ranks, bytes by layout, equality with one process
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -191,7 +191,7 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, group):
         ctx.group, cp = group, group.size()
-        parts = t.new_empty(cp * t.shape[0], *t.shape[1:])  # (cp * B, T/cp, C)
+        parts = t.new_empty(cp * t.shape[0], *t.shape[1:])  # (cp * B, T/cp, entry)
         all_gather(parts, t.contiguous(), group=group)
         # Batch first, then the parts of each sequence one after the other.
         return parts.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
@@ -199,9 +199,9 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         cp = ctx.group.size()
-        # The way back: parts first, one for each rank, (cp * B, T/cp, C).
+        # The way back: parts first, one for each rank, (cp * B, T/cp, entry).
         parts = grad.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-        mine = parts.new_empty(grad.shape[0], *parts.shape[1:])  # (B, T/cp, C)
+        mine = parts.new_empty(grad.shape[0], *parts.shape[1:])  # (B, T/cp, entry)
         reduce_scatter(mine, parts, group=ctx.group)
         return mine, None
 
@@ -226,7 +226,7 @@ class Exchange(torch.autograd.Function):
 
 
 def all_to_all_dispatch(x, counts, run, group):
-    """MoE.dispatch: x (M, D) sorted by global expert, counts (E,) -> each row through its expert,
+    """MoE.dispatch: x (M*K, D) sorted by global expert, counts (E,) -> each row through its expert,
     back in the same order. Rank r owns experts r*E/ep to (r+1)*E/ep, so rows sorted by expert are
     sorted by rank. A rank may get no row at all."""
     # First the counts: how many rows each rank will send to each of my experts.
@@ -415,7 +415,7 @@ def all_reduce_sum(t):
 
 def keep_gradients_in_fp32(model):
     """Keep the gradients of bf16 weights in fp32, where micro-batches add up: in bf16 what is less
-    than 1/256 of the sum so far would be lost. Call it once the parameters have their dtype and are
+    than 1/512 of the sum so far would be lost. Call it once the parameters have their dtype and are
     cut (parallelize), before the first backward. fp32 weights: no change."""
     for p in model.parameters():
         if not p.requires_grad or p.dtype.itemsize >= 4:

@@ -16,7 +16,7 @@ settings, and that a price is paid for solved tasks alone.
     C(x)   = ((1 + k x)^(1-q) - 1) / (k (1-q)) = expm1((1-q) log1p(k x)) / (k (1-q))
     C'(x)  = (1 + k x)^-q        the price of the next unit
              q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
-    reward = solved * (1 - w C(x) / C(budget))        0 <= w < 1
+    reward = solved * (1 - w C(min(x, budget)) / C(budget))        0 <= w < 1
 
 Every solved rollout has a larger reward than every failure, and failures are alike: if they paid,
 too, failing fast would beat failing late, and the policy would learn to give up.
@@ -43,7 +43,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Weights:
+class CountWeights:
     """What one unit of each count adds to the effort x (ours). A turn with one call weighs 1, its
     tokens apart. A second call in the same turn adds .2, so parallel calls are cheaper than one
     call per turn. A token of tool output costs a fifth of a written one, as input tokens cost less
@@ -87,7 +87,7 @@ def concave_cost(x, k, q):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
-def count_effort(rollout, weights=Weights()):
+def count_effort(rollout, weights=CountWeights()):
     """The six quantities that the length penalty weighs, the effort that they come to, and the
     counts that the tables show, over the whole rollout."""
 
@@ -97,9 +97,9 @@ def count_effort(rollout, weights=Weights()):
     # The policy's turns: those that act, and those that only speak (summaries, the final message).
     own = [turn for turn in rollout.turns if turn.role == "assistant"]
     acting = [turn for turn in own if turn.calls]
-    silent = [turn for turn in own if not turn.calls]
+    speaking = [turn for turn in own if not turn.calls]
     # A rollout that was ended by a limit has no final message.
-    final = silent[-1:] if rollout.finished else []
+    final = speaking[-1:] if rollout.finished else []
 
     # The rest: what the tools answered, the calls, and the length of each context.
     outputs = [turn for turn in rollout.turns if turn.role == "tool"]
@@ -109,7 +109,7 @@ def count_effort(rollout, weights=Weights()):
     # Thinking is what stands before the first call of a turn, and every summary.
     thinking = sum(turn.thinking for turn in acting)
     counts = dict(
-        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        thinking_tokens=thinking + count_tokens(speaking) - count_tokens(final),
         call_tokens=count_tokens(acting) - thinking,
         output_tokens=count_tokens(outputs),
         final_tokens=count_tokens(final),
@@ -130,7 +130,7 @@ def count_effort(rollout, weights=Weights()):
     )
 
 
-def compute_effort(counts, weights=Weights()):
+def compute_effort(counts, weights=CountWeights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers (-> a number) or to arrays over rollouts (-> an array). A rollout of several segments
     has its totals there."""
@@ -145,14 +145,14 @@ def compute_effort(counts, weights=Weights()):
 
 @dataclass(frozen=True)
 class Price:
-    """What of a solved task's reward its effort costs: weight * C(effort) / C(budget), and never
-    more than the budget does. weight = 0: effort is free; q = 0: a linear price (numbers: ours)."""
+    """The share of a solved task's reward that effort costs: weight * C(min(effort, budget)) /
+    C(budget). weight = 0: effort is free; q = 0: a linear price (numbers: ours)."""
 
     weight: float = 0.2  # of a solved task, at an effort of the budget
     k: float = 1.0  # k and q: the curvature of C
     q: float = 0.5
     budget: float = 80.0  # the effort at which the price stops rising
-    weights: Weights = Weights()  # of the counts, in the effort
+    weights: CountWeights = CountWeights()  # of the counts, in the effort
 
     def __post_init__(self):
         if not 0 <= self.weight < 1:
@@ -178,10 +178,10 @@ FREE = Price(weight=0.0)  # the reward is 1 or 0
 # ---------------------------------------------------------------- the dial
 
 SETTINGS = "low", "medium", "high"  # what a task may ask for
-WEIGHTS = "0.9,0.4,0"  # of the price at these settings
+PRICE_WEIGHTS = "0.9,0.4,0"  # of the price at these settings
 
 
-def read_weights(text):
+def read_price_weights(text):
     """The weights of the price, from a flag -> {setting: weight}: three are those of low, medium
     and high; the setting of a single one is "": the task says nothing."""
     words = str(text).split(",")
@@ -209,19 +209,19 @@ def setting_of(task):
     return task.meta.get("effort", "")
 
 
-NEAR = 5 / 16  # of what a rollout can spend: two to three times what tasks need (ours)
+BUDGET_SHARE = 5 / 16  # of what a rollout can spend: two to three times what tasks need (ours)
 
 
 def effort_budget(window, turns):
-    """The effort at which the price stops rising: NEAR of what an agent with a context of `window`
-    tokens and `turns` turns can spend, so many turns with a call each and 25/16 windows of written
-    tokens (more than 40 turns have several contexts). Were it all of that, C would be flat where
-    tasks end. Window 512 and 40 turns: an effort of 80, and a budget of 25 (ours)."""
+    """The effort at which the price stops rising: BUDGET_SHARE of what an agent with a context of
+    `window` tokens and `turns` turns can spend, so many turns with a call each and 25/16 windows of
+    written tokens (more than 40 turns have several contexts). Were it all of that, C would be flat
+    where tasks end. Window 512 and 40 turns: an effort of 80, and a budget of 25 (ours)."""
     # As if all of these tokens were written in tool calls, one call per turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
-    counts = dict.fromkeys((field.name for field in fields(Weights)), 0)
+    counts = dict.fromkeys((field.name for field in fields(CountWeights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return NEAR * compute_effort(counts)
+    return BUDGET_SHARE * compute_effort(counts)
 
 
 def linear_price(price, x):
@@ -242,7 +242,7 @@ def cost_of_going_on(x, price):
 def print_rewards(price):
     """What a solved task is worth, by effort and setting"""
     print("reward of a solved task   x = 5       9      13      21      25")
-    for setting, weight in read_weights(WEIGHTS).items():
+    for setting, weight in read_price_weights(PRICE_WEIGHTS).items():
         reward = replace(price, weight=weight).shape_reward(1, [5, 9, 13, 21, 25])
         print(f"  Effort: {setting:14}" + "".join(f"{r:8.3f}" for r in reward))
 
@@ -269,14 +269,14 @@ def print_groups(price):
 def demo():
     from demos.demo_figures import draw_prices
 
-    price = Price(read_weights(WEIGHTS)["medium"], budget=effort_budget(512, 40))
+    price = Price(read_price_weights(PRICE_WEIGHTS)["medium"], budget=effort_budget(512, 40))
     print_rewards(price)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
 
     # The settings, and a straight line
     prices = {"linear, as medium at x=9": linear_price(price, 9)}
-    for setting, weight in read_weights(WEIGHTS).items():
+    for setting, weight in read_price_weights(PRICE_WEIGHTS).items():
         prices[f"Effort: {setting}"] = replace(price, weight=weight)
     path, x = "out/length_penalty.png", np.linspace(0, 30, 400)
     curves = {name: (one.cost(x), cost_of_going_on(x, one)) for name, one in prices.items()}

@@ -3,7 +3,7 @@ trained from).
 
 Two ideas. Multi-head latent attention: keys and values of all heads are rebuilt from one short
 vector per token (the latent), so the decoding cache is that vector. Mixture of experts: a router
-sends each token to k of E small feed-forward networks, so parameters grow with E while the work per
+sends each token to K of E small feed-forward networks, so parameters grow with E while the work per
 token does not.
 
 Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): the base is
@@ -13,7 +13,7 @@ shapes are those of Kimi K2's public configuration (DeepSeek-V3's architecture).
 fp32 residual stream, initialisation, the balancing rate.
 
     attention   c_t = norm(W_a x_t),  k_t = [W_kb c_t ; rope(W_r x_t)],  v_t = W_vb c_t
-    routing     s = sigmoid(W_router x) in fp32;  choice = top-k of s + b
+    routing     s = sigmoid(W_router x) in fp32;  choice = top-K of s + b
                 y = shared(x) + scale * sum_i s_i / sum_j s_j * expert_i(x)
     balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice,
                 no auxiliary loss bends the gradient
@@ -79,7 +79,7 @@ class ModelConfig:
     # pairs that turn more often than this in the old window are kept (Kimi K2: 1) ...
     yarn_fast: float = 32.0
     yarn_slow: float = 1.0  # ... and those that turn less often are slowed by the whole factor
-    yarn_mscale: float = 1.0  # softmax temperature (0.1 yarn_mscale ln(factor) + 1)^2
+    yarn_mscale: float = 1.0  # factor on the scores, (0.1 yarn_mscale ln(factor) + 1)^2
 
     def __post_init__(self):
         # What the arithmetic below takes for granted. A wrong size would fail late and obscurely.
@@ -124,7 +124,7 @@ def linear(x, weight):
 
 
 def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
-    """-> the angle per position of each pair (dims/2,) and the attention temperature, stretched by
+    """-> the angle per position of each pair (dims/2,) and the factor on the scores, stretched by
     YaRN (arXiv 2309.00071): pairs that turn less than `slow` times inside the old window are slowed
     by `factor`, pairs that turn more than `fast` times are kept, a ramp lies between."""
     # Plain RoPE: from one radian per position down to almost 1 / theta.
@@ -146,8 +146,8 @@ def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
 
 
 def rope_cos_sin(angles):
-    """angles (..., R/2) -> cos and sin (..., R) for both halves: a pair (a, b) turns into
-    (a cos - b sin, b cos + a sin), so the first half's sine has a minus."""
+    """angles (..., qk_rope/2) -> cos and sin (..., qk_rope) for both halves: a pair (a, b) turns
+    into (a cos - b sin, b cos + a sin), so the first half's sine has a minus."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -357,7 +357,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.scale = 1.0  # YaRN's temperature, see Model.extend_window
+        self.scale = 1.0  # YaRN's factor on the scores, see Model.extend_window
         self.head_dim = c.qk_nope + c.qk_rope
 
         # Queries, straight from x or by way of a narrow vector. That vector is never cached: it
@@ -387,7 +387,7 @@ class Attention(nn.Module):
         """x (B, T, D) -> queries (B, T, H, head_dim) and entries (B, T, entry)"""
         c = self.config
 
-        # Only the last R dims of a query know its position.
+        # Only the last qk_rope dims of a query know its position.
         narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
         q_nope, q_rope = linear(narrow, self.wq).split((c.qk_nope, c.qk_rope), -1)
         q = torch.cat((q_nope, apply_rotary_emb(q_rope, cos, sin)), -1)  # (B, T, H, head_dim)
@@ -525,7 +525,7 @@ class Model(nn.Module):
     def extend_window(self, factor):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
         self.config = c = replace(self.config, yarn_factor=factor)
-        frequency, temperature = rope_frequencies(
+        frequency, scale = rope_frequencies(
             c.qk_rope, c.rope_theta, c.context, factor, c.yarn_fast, c.yarn_slow, c.yarn_mscale
         )
         # A buffer moves with the model. This one follows from the configuration, so no checkpoint
@@ -533,7 +533,7 @@ class Model(nn.Module):
         self.register_buffer("frequency", frequency.to(self.embed.weight.device), persistent=False)
         for module in self.modules():
             if isinstance(module, Attention):
-                module.config, module.scale = c, temperature
+                module.config, module.scale = c, scale
 
     def compute_in(self, dtype):
         """Matrix products in `dtype`; weights, residual stream, norms, router and softmax stay in

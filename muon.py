@@ -26,15 +26,15 @@ stays there.
 newton_schulz has a fast twin, gram_newton_schulz, which steps aside where one edits it
 (fast/twins.py). Ours, for want of a public value: learning rate, momentum, coefficients, scale.
 Left out: weights in bf16 that keep small updates (fast/stochastic_rounding.py), refusal of a
-gradient that is NaN (hsdp.clip_grad_norm), fused kernels and symmetric GEMMs (a third of the FLOPs
-on a GPU), a second level of all-to-all for thousands of ranks, strided shards (tensor parallelism
-and FSDP on one dimension).
+gradient that is NaN (hsdp.clip_grad_norm), fused kernels and symmetric GEMMs (they would save a
+third of the FLOPs of a square matrix), a second level of all-to-all for thousands of ranks, strided
+shards (tensor parallelism and FSDP on one dimension).
 
     N      matrices in a stack (heads, experts)       R, C   rows and columns of a matrix
     unit   matrix n of a stack: has an owner, and travels as a whole; its column blocks, if it has
            any, are orthogonalized one by one
-    block  the part of a parameter that one rank holds
-    piece  the part of a unit that lies in one block
+    shard  the part of a parameter that one rank holds
+    piece  the part of a unit that lies in one shard
 
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
@@ -133,8 +133,8 @@ def as_stack(tensor):
     return tensor if tensor.ndim == 3 else tensor[None]
 
 
-def block_of(shape, mesh_shape, placements, coordinate):
-    """(n0, n1, r0, r1, c0, c1): the block at one coordinate of a mesh. Each dimension is cut as
+def shard_of(shape, mesh_shape, placements, coordinate):
+    """(n0, n1, r0, r1, c0, c1): the shard at one coordinate of a mesh. Each dimension is cut as
     torch.chunk cuts it: equal pieces, the last ones smaller or empty."""
     # Each Shard placement narrows its dimension to one piece; two on one dimension narrow it twice.
     spans = [[0, size] for size in shape]
@@ -151,7 +151,7 @@ def block_of(shape, mesh_shape, placements, coordinate):
 
 
 class ShardedParam:
-    """A Muon parameter as a stack (N, R, C), and the block of it that each rank holds. All of it
+    """A Muon parameter as a stack (N, R, C), and the shard of it that each rank holds. All of it
     follows from shapes: no rank asks another."""
 
     def __init__(self, param, number, group, column_blocks, replicas):
@@ -168,11 +168,11 @@ class ShardedParam:
         elif replicas is not None:
             self.read_mesh(replicas, [Replicate()] * replicas.ndim)
         else:
-            self.blocks = [block_of(param.shape, (), (), ())]  # by rank
-            self.copies = [()]  # by rank: the copy of the parameter that its block belongs to
+            self.shards = [shard_of(param.shape, (), (), ())]  # by rank
+            self.copies = [()]  # by rank: the copy of the parameter that its shard belongs to
 
     def read_mesh(self, mesh, placements):
-        """Fill process_group, rank, blocks and copies of a parameter that lies on a mesh."""
+        """Fill process_group, rank, shards and copies of a parameter that lies on a mesh."""
         self.process_group = mesh_group(mesh)
         ranks = dist.get_process_group_ranks(self.process_group)
         self.rank = ranks.index(dist.get_rank())
@@ -180,14 +180,14 @@ class ShardedParam:
         # Ranks that agree on the replicated mesh dimensions hold one whole copy of the parameter
         # between them.
         replicated = [isinstance(placement, Replicate) for placement in placements]
-        self.blocks, self.copies = [], []
+        self.shards, self.copies = [], []
         for rank in ranks:
             coordinate = tuple((mesh.mesh == rank).nonzero()[0].tolist())
-            self.blocks.append(block_of(self.param.shape, mesh.shape, placements, coordinate))
+            self.shards.append(shard_of(self.param.shape, mesh.shape, placements, coordinate))
             self.copies.append(tuple(compress(coordinate, replicated)))
 
         # What torch has dealt must be what is calculated here.
-        n0, n1, r0, r1, c0, c1 = self.blocks[self.rank]
+        n0, n1, r0, r1, c0, c1 = self.shards[self.rank]
         expected, held = (n1 - n0) * (r1 - r0) * (c1 - c0), to_local(self.param).numel()
         assert held == expected, f"{held} numbers of {self.shape} here, {placements}: {expected}"
 
@@ -213,7 +213,7 @@ class Unit:
 
         # {rank that holds some of it: its piece, as slices (rows, columns)}
         self.pieces = {}
-        for rank, (n0, n1, r0, r1, c0, c1) in enumerate(sharded.blocks):
+        for rank, (n0, n1, r0, r1, c0, c1) in enumerate(sharded.shards):
             if n0 <= n < n1 and r0 < r1 and c0 < c1:
                 self.pieces[rank] = slice(r0, r1), slice(c0, c1)
 
@@ -227,7 +227,7 @@ class Unit:
     def local(self, tensor):
         """What this rank holds of it, in a tensor shaped like the parameter: (rows here, columns
         here)."""
-        first = self.sharded.blocks[self.sharded.rank][0]
+        first = self.sharded.shards[self.sharded.rank][0]
         return as_stack(to_local(tensor))[self.n - first]
 
 
@@ -239,7 +239,7 @@ def piece_size(piece):
 def assign_owners(units):
     """Which rank orthogonalizes which unit, from shapes alone. A unit that lies whole on a rank
     stays there, on the least loaded one if several hold it. The others may go anywhere."""
-    load = [0] * len(units[0].sharded.blocks)
+    load = [0] * len(units[0].sharded.shards)
     choices = {}
     for unit in units:
         whole = [rank for rank in unit.pieces if unit.is_whole_on(rank)]
@@ -268,7 +268,7 @@ class MuonTask:
     def __init__(self, units):
         sharded = units[0].sharded  # what all of them share: group, rank, device
         self.process_group, self.device = sharded.process_group, sharded.param.device
-        self.rank, self.world = sharded.rank, len(sharded.blocks)
+        self.rank, self.world = sharded.rank, len(sharded.shards)
         self.number = 0  # in the log of events
 
         # This rank orthogonalizes the units that it owns. Of some it also holds a piece itself, as
@@ -337,7 +337,7 @@ def plan_tasks(sharded_params, itemsize):
 
         third = itemsize * sum(math.prod(unit.shape) for unit in travelling) // 3
         size = CPU_TASK if sharded.param.device.type == "cpu" else GPU_TASK
-        moving += cut_tasks(travelling, itemsize, min(third, size * len(sharded.blocks)))
+        moving += cut_tasks(travelling, itemsize, min(third, size * len(sharded.shards)))
         staying += cut_tasks(at_home, itemsize, size)
 
     for number, task in enumerate(moving + staying, start=1):
@@ -376,14 +376,14 @@ def copy_tensors(targets, sources):
 
 
 def allocate_matrices(units, dtype):
-    """Memory for whole units, those of equal shape in one stack: {(group, R, C): stack (K, R, C)}
+    """Memory for whole units, those of equal shape in one stack: {(group, R, C): stack (N, R, C)}
     and {unit: its matrix (R, C) in a stack}."""
     same, stacks, matrices = defaultdict(list), {}, {}
     for unit in units:
         same[unit.sharded.group, *unit.shape].append(unit)
     for key, units in same.items():
         device = units[0].sharded.param.device
-        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)  # (K, R, C)
+        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)  # (N, R, C)
         matrices.update(zip(units, stacks[key]))
     return stacks, matrices
 
@@ -409,8 +409,8 @@ class Muon(torch.optim.Optimizer):
 
     replicas: a DeviceMesh whose ranks hold the same plain tensors and, in step(), the same
     gradients: each rank orthogonalizes some of the units for all. ns_dtype: dtype of the matrix
-    products, and of the wire, bf16 or fp32; on a CPU without bf16 instructions fp32 is some 20
-    times faster. newton_schulz: the iteration, see orthogonalize.
+    products, and of the wire, bf16 or fp32; on a CPU without bf16 instructions fp32 is much
+    faster. newton_schulz: the iteration, see orthogonalize.
 
     Set .events to [] to log (seconds, task, event); .traffic counts the collectives and bytes
     received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
@@ -583,7 +583,7 @@ class Muon(torch.optim.Optimizer):
         return updates
 
     def group_blocks(self, stacks):
-        """{(group, R, C): stack (K, R, C)} -> [(steps, stacks of blocks (K, blocks, rows, columns)
+        """{(group, R, C): stack (N, R, C)} -> [(steps, stacks of blocks (N, blocks, rows, columns)
         that are multiplied together)]. The blocks of a matrix are its column blocks."""
         together = defaultdict(list)
         for (number, *_), stack in stacks.items():

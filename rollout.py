@@ -7,8 +7,8 @@ one coroutine, a sampler in its plain form, group rollouts, and the policy-gradi
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
-deviation (a group where every rollout is right would have its accidents blown up to unit
-advantage); no length standardisation, no overlong masking; KL by the k1 estimator; router replay.
+deviation (that would blow up small differences in a group where all are right); no length
+standardisation, no overlong masking; KL by the k1 estimator; router replay.
 
     A_i = r_i - mean_group(r)
     J   = 1 / (G Z) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
@@ -46,7 +46,15 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from length_penalty import FREE, SETTINGS, Price, ask_for, count_effort, effort_budget, read_weights
+from length_penalty import (
+    FREE,
+    SETTINGS,
+    Price,
+    ask_for,
+    count_effort,
+    effort_budget,
+    read_price_weights,
+)
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from repositories.audit import audit_rollout
@@ -626,8 +634,8 @@ class Sampler:
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda rollout: None, patient=True):
         """-> the Rollouts of the agents, in order. seeds: one per agent, of whatever numpy makes a
-        generator. on_end is called as each rollout ends (to judge it). patient means nothing here:
-        every agent waits for its tools."""
+        generator. on_end is called as each rollout ends (to judge it). patient (fast/sampler.py):
+        without effect here, where one agent plays at a time."""
         rollouts = []
         for agent, seed in zip(agents, seeds):
             rollouts.append(self.play(agent, np.random.default_rng(seed)))
@@ -749,7 +757,7 @@ def sample_groups(sampler, tasks, group, seed, limits, sandbox, compact=None, nu
     (default: 0, 1, ...). A rollout that the machine failed is played once more. Where it fails
     again, rollout.failure says why, and it is neither right nor wrong: leave it out (see
     drop_failed)."""
-    # Tests of a real repository take long: only the agent that runs them waits, and no other.
+    # Tests of a real repository take long: the sampler is not patient, only their own agent waits.
     patient = not any("repo" in task.meta for task in tasks)
 
     def play(places):
@@ -985,7 +993,7 @@ def demo(effort):
     # A group of rollouts, judged by hidden tests, and the reward at this setting of effort
     sampler = Sampler(model.requires_grad_(False), tokenizer, limits.window, temperature=0.95)
     (group,) = sample_groups(sampler, [task], 6, 0, limits, Sandbox())
-    weight = read_weights(extra["config"]["length_penalty"])[effort]
+    weight = read_price_weights(extra["config"]["length_penalty"])[effort]
     price = Price(weight, budget=effort_budget(limits.window, extra["config"]["max_turns"]))
     for rollout in group:
         grade(rollout, price)

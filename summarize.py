@@ -11,15 +11,16 @@ gave over 5,000, with half the error.
 
     segment 1:  task  turn turn turn  query  [scratch <|summary|> condensed]
                                              trigger passed: the summary is sampled
-    segment 2:  task  condensed  turn turn ...      the same reward for both
+    segment 2:  task  number, condensed  turn turn ...      the same reward for both
 
 Derived: each segment is one training sequence; the group's mean is over rollouts, never over
 segments; the price of effort is taken over the whole rollout. The context is bounded by
 construction: no turn is sampled beyond the window, and a segment that has passed the trigger is
-asked for a summary at once. Tool outputs are cut so that the window's last eighth is left for the
-summary. Only an action begun just below the trigger may write into that eighth, and then the
-summary is short. Ours: the trigger (a share of the window, below seven eighths), the query's words,
-that a condensed context is cut at a quarter of the window.
+asked for a summary at once. Tool outputs are cut so that about the window's last eighth is left for
+the summary. An action begun just below the trigger may write into that eighth, and so do the tokens
+around the outputs of many calls; then the summary is short. Of the carried state the number of
+summaries alone is kept here. Ours: the trigger (a share of the window, below seven eighths), the
+query's words, that a condensed context is cut at a quarter of the window.
 
     python summarize.py      a task several windows long, played by the scripted expert: the ends
                              of its segments, and the longest context with summaries and without

@@ -101,8 +101,9 @@ def delete_feature(files, chosen, dials, found):
     used; they are deleted with it.
 
     files: path -> text; chosen: the definitions that make the feature; found: all definitions of
-    the codebase. dials["kind"] is "gone" if the feature goes as a whole, signature and all; for
-    other kinds a stub stays, with its docstring if dials["docstring"]."""
+    the codebase; dials: GONE, or a row of REPO_LEVELS (not of LEVELS). Of kind "gone" the feature
+    goes as a whole, signature and all; else a stub stays, with its docstring if
+    dials["docstring"]."""
     if dials["kind"] != "gone":
         # Only the bodies are replaced. The names stay, so nothing that imports them breaks.
         stubs = stub_bodies(files, chosen, dials["docstring"])
@@ -155,7 +156,7 @@ LEVELS = [
     dict(steps=(1, 1), targets=2, named=False),
     dict(targets=2, named=False),
     dict(steps=(1, 1), targets=3, named=False),
-    # 6 and 7 are harder: a curriculum may open them when the levels before are nearly mastered
+    # 6 and 7 are harder: opened only where may_open has them (train.py), which the recipe has not
     dict(targets=4, named=False),
     dict(steps=(1, 1), targets=6, named=False),
     # from 8 on: other kinds, and requests as people type them
@@ -198,8 +199,8 @@ def describe_level(level):
 GONE = dict(kind="gone", docstring=False)
 
 
-# train, and two that no training sees: heldout has other names and compositions, bench those of
-# another generator (micro.BENCH)
+# train, and two that no training sees: heldout has other names and compositions; in bench one
+# target in four has words of micro.BENCH, too
 SPLITS = "train", "heldout", "bench"
 
 

@@ -91,11 +91,11 @@ DEFAULT_LEVELS = ",".join(map(str, synth_tasks.DEFAULT_LEVELS))
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag, and this is its only place: what is above or behind it is what --help
-    says. The first value is the default. Others have the name of what they are for: a stage (sft=),
-    a scale (gpu=), a stage at that scale (gpu_sft=), a run from a published model (published=,
-    published_sft=); of several that are in force, the last in this list wins. stages: those that
-    read it; may_change: also when a stage goes on; the rest is the range. See command/flags.py."""
+    """Every field is a flag; the comment above or behind it is its --help text. The first value is
+    the default. Another one holds for a stage (sft=), for a scale (gpu=), for a stage at that scale
+    (gpu_sft=), for a run from a published model (published=, published_sft=); the last that applies
+    wins. stages: which of them read the flag; may_change: it may differ when a stage is resumed;
+    the rest is its range. See command/flags.py."""
 
     # ---- what and where
     # all, pretrain, long, sft, rl or eval
@@ -159,7 +159,7 @@ class Config:
     # width of the latent vector that the KV cache holds
     kv_lora: int = flag(128, at_least=1, tiny=32, gpu=256)
     # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
-    # learns to copy names 100 steps later
+    # learned to copy names later (in November 2026; not measured again)
     rope_theta: float = flag(
         1000.0, at_least=1.1, why="pairs of dimensions turn slower one by one", gpu=10000.0
     )
@@ -286,7 +286,7 @@ class Config:
     # that trains on it. At 4 the default run fell apart (experiments/asynchronous.py)
     staleness: int = flag(1, stages="rl", may_change=True, idle_with="workers=0")
     # weight of the targeted textual feedback (distillation); 0: off. AdamW divides by the size of
-    # all gradients together, so a large one drowns the reward's
+    # the summed gradient, so a large weight drowns the reward
     feedback: float = flag(0.03, stages="rl")
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
@@ -296,7 +296,7 @@ class Config:
     # weights of the price of effort in tasks that ask for low, medium and high effort, each at
     # least 0 and below 1. A single one: tasks say nothing of effort and have this price; 0: off
     length_penalty: str = flag(
-        length_penalty.WEIGHTS, stages=AGENT, check=length_penalty.read_weights
+        length_penalty.PRICE_WEIGHTS, stages=AGENT, check=length_penalty.read_price_weights
     )
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
@@ -307,8 +307,8 @@ class Config:
     window: int = flag(512, stages=AGENT, at_least=1, gpu=4096)
     # turns of the agent per task, over all its contexts
     max_turns: int = flag(40, stages=AGENT, at_least=1)
-    # 1: prefer the levels on which some rollouts succeed and some fail, and open a harder one when
-    # the hardest is mastered; 0: a fixed mix of the levels
+    # 1: prefer the levels on which some rollouts succeed and some fail; 0: a fixed mix. Of the
+    # default's levels all are open; with fewer in --levels a mastered one opens another of them
     curriculum: bool = flag(True, stages="rl")
 
     # ---- parallel (torchrun)
@@ -370,7 +370,7 @@ def levels_of(config):
 
 def settings(config):
     """How much effort tasks ask for; ("",) where they say nothing of it"""
-    return tuple(length_penalty.read_weights(config.length_penalty))
+    return tuple(length_penalty.read_price_weights(config.length_penalty))
 
 
 def accumulate(sums, key, value):
@@ -434,7 +434,7 @@ class Source:
         pass
 
     def tensors(self):
-        """Weights that a checkpoint keeps beside the model's"""
+        """CountWeights that a checkpoint keeps beside the model's"""
         return {}
 
 
@@ -560,8 +560,8 @@ def agent_limits(config):
     return rollout.Limits(config.window, config.max_turns)
 
 
-# Behind these levels a cycle of demonstrations has others (rows of synth_tasks.LEVELS), whose
-# targets all have two steps. Without them some runs copy either constant of a function.
+# {level: the levels that follow it in the cycle of demonstrations}. Their targets all have two
+# steps. Without them some runs copy either constant of a function.
 TWO_STEPS = {1: (18,), 2: (18,), 4: (19, 19)}
 
 
@@ -824,7 +824,7 @@ class Reinforcement(Source):
             self.reference = feedback_distill.Teacher(run.model, "frozen")
         budget = length_penalty.effort_budget(config.window, config.max_turns)
         self.prices = {}  # of each setting
-        for setting, weight in length_penalty.read_weights(config.length_penalty).items():
+        for setting, weight in length_penalty.read_price_weights(config.length_penalty).items():
             self.prices[setting] = length_penalty.Price(weight, budget=budget)
 
     def start_samplers(self):
@@ -879,7 +879,7 @@ class Reinforcement(Source):
 
     def make_curriculum(self):
         """The curriculum, which chooses the level of each task. It begins with the levels of sft
-        and opens harder ones itself, unless --curriculum=0 fixes the mix."""
+        and opens others of may_open, unless --curriculum=0 fixes the mix."""
         config = self.run.config
         return synth_tasks.Curriculum(
             levels_of(config),
@@ -1367,7 +1367,7 @@ class Run:
             if group["algorithm"] == "muon":
                 group |= dict(lr=config.lr, weight_decay=config.weight_decay)
 
-        # Weights in bf16 would lose small updates, unless they are rounded by chance.
+        # CountWeights in bf16 would lose small updates, unless they are rounded by chance.
         choose = (lambda form: form) if config.plain else fast.choose
         kind = RoundingMuon if config.weight_dtype == "bfloat16" else choose(Muon)
         optimizer = kind(
@@ -1402,7 +1402,7 @@ def train(config, interrupted, sources=None):
     start = out if begun else origin
     digest = checkpoints.digest_checkpoint(start) if start else ""
     checkpoints.check_same_on_ranks("checkpoints (--out, --start_from)", digest)
-    # The time that was taken before is in the last line of the log of what goes on here.
+    # The minutes that were taken before stand in the last line of the log of what is resumed.
     if begun or previous:
         run.minutes_before = step_log.minutes_so_far(start.parent, start.name)
     if begun and run.origin and not checkpoints.find_origin(begun, origin):

@@ -91,9 +91,9 @@ DIGITS = {"1": "low", "5": "medium", "9": "high"}
 
 def digits():
     length_penalty.SETTINGS = "1", "3", "5", "7", "9"
-    weights = map(float, length_penalty.WEIGHTS.split(","))
+    weights = map(float, length_penalty.PRICE_WEIGHTS.split(","))
     trained = dict(zip(DIGITS, weights))
-    length_penalty.read_weights = lambda text: trained
+    length_penalty.read_price_weights = lambda text: trained
     eval.settings_of = lambda config: length_penalty.SETTINGS
     # The expert heeds a digit as it heeds the word.
     for digit, word in DIGITS.items():
@@ -112,7 +112,7 @@ def linear_price():
 
 # The price rises up to what a rollout can spend, so it is flat where tasks end.
 def far_budget():
-    length_penalty.NEAR = 1.0
+    length_penalty.BUDGET_SHARE = 1.0
 
 
 # 5. Another reward: failures pay for their effort, too.
@@ -144,7 +144,7 @@ EXPERIMENT = Experiment(
     curves=("sampled", "solved"),
     arms={
         "the expert heeds": Arm(),
-        "RL alone": Arm((f"--length_penalty={length_penalty.WEIGHTS}",)),
+        "RL alone": Arm((f"--length_penalty={length_penalty.PRICE_WEIGHTS}",)),
         "never told": Arm(("--length_penalty=0.4",), asked_with_labels),
         "price .9": Arm(("--length_penalty=0.9",)),
         "free": Arm(("--length_penalty=0",)),

@@ -26,7 +26,7 @@ from experiments.runner import Arm, Experiment
 # Heads and experts lie in stacks (N, R, C). Here a stack is one matrix of N R rows, and an output
 # projection, in which the heads lie side by side, is not cut into blocks.
 def whole_matrices():
-    plain_split, plain_block = train.split_by_name, muon.block_of
+    plain_split, plain_shard = train.split_by_name, muon.shard_of
 
     def as_one(shape):
         return 1, math.prod(shape[:-1]), shape[-1]
@@ -37,7 +37,7 @@ def whole_matrices():
             self.shape = as_one(self.shape)
 
     train.split_by_name = lambda named, heads: plain_split(named, heads=1)
-    muon.block_of = lambda shape, *place: plain_block(as_one(shape), *place)
+    muon.shard_of = lambda shape, *place: plain_shard(as_one(shape), *place)
     muon.as_stack = lambda tensor: tensor.reshape(as_one(tensor.shape))
     muon.ShardedParam = Whole
 

@@ -14,7 +14,7 @@ It is no twin: with --weight_dtype=bfloat16 it is the recipe. Left out: fp8 weig
 import torch
 from torch.distributed.tensor import DTensor
 
-from muon import Muon, block_of
+from muon import Muon, shard_of
 
 
 class RoundingMuon(Muon):
@@ -57,7 +57,7 @@ def block_start(tensor):
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     mesh = tensor.device_mesh
-    edges = block_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+    edges = shard_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
     # Every second edge is a start. The tensor's own dimensions are the last of the three.
     return edges[::2][len(edges) // 2 - tensor.ndim :]
 

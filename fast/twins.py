@@ -64,7 +64,7 @@ TWINS = (
     Twin(
         "fast.optimizer_graph:GraphMuon",
         ("muon.Muon",),
-        "358d7f19b9d9a26d",
+        "9b83ba496726a920",
         shared=("muon.newton_schulz",),
     ),
     Twin(

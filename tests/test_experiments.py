@@ -89,7 +89,7 @@ def recipe(monkeypatch):
         (train, "split_by_name"),
         (train, "model_config"),
         (muon, "as_stack"),
-        (muon, "block_of"),
+        (muon, "shard_of"),
         (muon, "ShardedParam"),
         (train, "NEUTRAL_HINT_RATE"),
         (train, "PATCH"),
@@ -105,7 +105,7 @@ def recipe(monkeypatch):
         (expert.InMemoryWorkspace, "run"),
         (length_penalty, "Price"),
         (length_penalty, "SETTINGS"),
-        (length_penalty, "read_weights"),
+        (length_penalty, "read_price_weights"),
         (feedback_distill, "divergence"),
         (feedback_distill, "find_hinted_tokens"),
         (feedback_distill, "TEACHER"),
@@ -175,7 +175,7 @@ def segment_of(*parts):
 def test_digits_are_trained_at_three_prices_and_asked_for_at_five(run):
     """The expert heeds a digit as it heeds the word, to the token; digits between are no setting of
     training."""
-    config = train.Config(length_penalty=length_penalty.WEIGHTS)
+    config = train.Config(length_penalty=length_penalty.PRICE_WEIGHTS)
     task = synth_tasks.make_task(4, 3)
 
     def demonstrate_at(setting):
@@ -186,7 +186,7 @@ def test_digits_are_trained_at_three_prices_and_asked_for_at_five(run):
     words = {word: demonstrate_at(word) for word in length_penalty.SETTINGS}
     effort.digits()
     assert train.settings(config) == ("1", "5", "9")
-    assert list(length_penalty.read_weights("").values()) == [0.9, 0.4, 0.0]
+    assert list(length_penalty.read_price_weights("").values()) == [0.9, 0.4, 0.0]
     assert evaluation.settings_of({}) == ("1", "3", "5", "7", "9")
     for digit, word in effort.DIGITS.items():
         assert demonstrate_at(digit) == words[word]

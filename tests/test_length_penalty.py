@@ -88,7 +88,7 @@ def test_scalars_and_arrays_of_any_shape():
 
 
 def test_effort_is_the_weighted_sum_of_six_counts():
-    weights = lp.Weights(
+    weights = lp.CountWeights(
         thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6
     )
     assert lp.compute_effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
@@ -108,7 +108,7 @@ def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
         lp.compute_effort({name: 0 for name in COUNTS if name != "turns"})
     for bad in (dict(thinking_tokens=-1), dict(turns=float("nan"))):
         with pytest.raises(ValueError, match="weight"):
-            lp.Weights(**bad)
+            lp.CountWeights(**bad)
     for arguments in ((-1, 1, 1), (np.nan, 1, 1), (1, -1, 1), (1, 1, -1), (1, 1, np.inf)):
         with pytest.raises(ValueError):
             lp.concave_cost(*arguments)
@@ -154,11 +154,11 @@ def test_the_linear_price_costs_the_same_at_the_chosen_effort_and_more_beyond():
 
 
 def test_a_flag_is_one_weight_or_one_for_each_setting():
-    assert lp.read_weights("0.6,0.2,0") == {"low": 0.6, "medium": 0.2, "high": 0.0}
-    assert lp.read_weights("0.2") == {"": 0.2} == lp.read_weights(0.2)
+    assert lp.read_price_weights("0.6,0.2,0") == {"low": 0.6, "medium": 0.2, "high": 0.0}
+    assert lp.read_price_weights("0.2") == {"": 0.2} == lp.read_price_weights(0.2)
     for bad in ("", "a", "0.1,0.2", "0.1,0.2,0.3,0.4", "1", "-0.1", "nan", "0.6,0.2,1"):
         with pytest.raises(ValueError):
-            lp.read_weights(bad)
+            lp.read_price_weights(bad)
 
 
 def test_a_task_says_how_much_effort_it_asks_for():
@@ -227,9 +227,9 @@ def test_the_budget_is_a_share_of_more_than_fits_in_one_context_and_follows_from
         dict(call_tokens=window),
         dict(thinking_tokens=window / 2, output_tokens=window / 2),
     ):
-        assert lp.compute_effort({**none, **spent}) < budget / lp.NEAR
+        assert lp.compute_effort({**none, **spent}) < budget / lp.BUDGET_SHARE
     assert lp.effort_budget(2 * window, turns) > budget < lp.effort_budget(window, 2 * turns)
 
 
 def test_the_budget_of_the_default_recipe_is_an_effort_of_25():
-    assert lp.effort_budget(512, 40) == 25.0 == 80 * lp.NEAR
+    assert lp.effort_budget(512, 40) == 25.0 == 80 * lp.BUDGET_SHARE
