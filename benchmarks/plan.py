@@ -13,7 +13,8 @@ hand (tests/test_plan.py).
 
 Left out: overlap (the seconds of the wire are those of transfers one after the other), latency,
 what activations take beyond an estimate, and what recomputed blocks send once more (half as many
-bytes of tokens again, and the latents' all-gather). A plan says what cannot work; a run says what does.
+bytes of tokens again, and the latents' all-gather). A plan says what cannot work; a run says what
+does.
 """
 
 import math
