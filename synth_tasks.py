@@ -777,10 +777,8 @@ def demo():
     with_all_tools = replace(task, tools=TOOLS)
     for command in ("git status; rm -rf .mypy_cache; python tests.py", "strings -n 8 .m*/*"):
         story = [(Action("", [("run_command", (command,))]), [""])]
-        said = []
-        for finding in audit(with_all_tools, story, {}):
-            if finding.severity != "style":
-                said.append(f"{finding.severity}, {finding.rule}")
+        found = audit(with_all_tools, story, {})
+        said = [f"{finding.severity}, {finding.rule}" for finding in found]
         print(f"  audit, by facts: {command} ->", "; ".join(said) or "nothing")
     print(
         "The deleted functions failed their tests, the expert restored them, and rewriting the "

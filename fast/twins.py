@@ -9,7 +9,7 @@ training and in sampling alike.
 
     accelerate(model)    the modules of a model get the twins of their methods
     choose(plain)        the twin of a function or class of the book, or itself if that was edited
-    edited_forms()       the plain forms that were edited
+    describe_edits()     a line for each plain form that was edited
 
 A twin of a method is a subclass that overrides this one method, with the same arguments. So each
 can be taken out of TWINS alone, and a subclass that has a method of its own keeps it.

@@ -13,7 +13,7 @@ from collections import Counter
 
 from world.files import printable
 from repositories.repo_files import packages
-from repositories.suite import first_group, provider
+from repositories.suite import first_group
 
 # the exit code of pytest where it has found no tests
 NO_TESTS = 5
@@ -109,15 +109,17 @@ def explain_error(where, text, files, repo):
     """What an error of a suite means and what helps, in one line.
 
     where: the test or file it belongs to; repo: the repository's path as the user gave it."""
-    # The names that the repository's own files take, and the plugin that a fixture or mark is of.
+    # The names that the repository's own files take
     own = {path.partition("/")[0].removesuffix(".py") for path in files} | {*packages(files)}
     module = missing_module(text)
     unknown = first_group(r"(?:fixture )?'(\w+)' not found", [text])
-    plugin = provider(unknown)
     helps = first_that_holds(
         [
-            (plugin, f"the plugin {plugin} provides it: pip install {plugin}"),
-            (unknown, "a plugin or a conftest.py that is not here provides it"),
+            (
+                unknown,
+                "a plugin or a conftest.py that is not here provides it; --autoinstall installs "
+                "what the repository declares",
+            ),
             (
                 "async def functions are not natively supported" in text,
                 "a plugin has to run them: pip install pytest-asyncio, or anyio",

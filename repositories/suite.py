@@ -40,67 +40,6 @@ WHY_LEFT_OUT = "no coverage, several processes, other order or early end"
 # Packages that run the tests. Neither a repository nor a submission may bring one of them.
 RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
 
-# Each plugin with the fixtures, marks and options that it provides. Only known names are listed: a
-# package whose name was guessed is a stranger's code.
-PROVIDED = """
-anyio: anyio anyio_backend
-faker: faker
-hypothesis: hypothesis-profile hypothesis-show-statistics
-pyfakefs: fs
-pytest-aiohttp: aiohttp_client
-pytest-assume: assume
-pytest-asyncio: event_loop asyncio asyncio_mode
-pytest-benchmark: benchmark benchmark-skip benchmark-disable
-pytest-black: black
-pytest-cases: cases
-pytest-check: check
-pytest-codspeed: codspeed
-pytest-console-scripts: script_runner
-pytest-cov: cov
-pytest-datadir: datadir shared_datadir
-pytest-dependency: dependency
-pytest-django: django_db db
-pytest-doctestplus: doctest-plus
-pytest-env: env
-pytest-flake8: flake8
-pytest-flakes: flakes
-pytest-freezer: freezer freeze_time
-pytest-httpbin: httpbin
-pytest-httpserver: httpserver
-pytest-httpx: httpx_mock
-pytest-isort: isort
-pytest-lazy-fixtures: lazy_fixture
-pytest-memray: memray
-pytest-mock: mocker
-pytest-mpl: mpl mpl_image_compare
-pytest-mypy: mypy
-pytest-mypy-testing: mypy-testing
-pytest-order: order
-pytest-qt: qtbot
-pytest-recording: vcr
-pytest-regressions: data_regression file_regression
-pytest-remotedata: remote-data
-pytest-rerunfailures: flaky reruns
-pytest-ruff: ruff
-pytest-run-parallel: run_parallel
-pytest-socket: socket_enabled disable-socket
-pytest-spec: spec
-pytest-subtests: subtests
-pytest-sugar: sugar
-pytest-timeout: timeout
-pytest-trio: trio
-pytest-xdist: numprocesses xdist_group
-pytest-xprocess: xprocess
-requests-mock: requests_mock
-respx: respx_mock
-syrupy: snapshot
-"""
-PLUGINS = {}
-for line in PROVIDED.strip().split("\n"):
-    plugin, _, names = line.partition(": ")
-    PLUGINS.update(dict.fromkeys(names.split(), plugin))
-
-
 @dataclass
 class Plan:
     """How a suite is run."""
@@ -249,14 +188,6 @@ def without_options(plan, files, is_refused, why):
     return replace(plan, options=options, said=[*plan.said, line])
 
 
-def provider(name):
-    """The plugin that provides a fixture, a mark or an option; "" where none is known.
-
-    An option is known by its whole name or by its first word: --cov-report by `cov`."""
-    bare = name.lstrip("-").partition("=")[0]
-    return PLUGINS.get(bare) or PLUGINS.get(bare.partition("-")[0], "")
-
-
 # What allows settings and marks that no plugin here knows, which a strict suite refuses.
 LENIENT = ["-o", "strict_config=false", "-o", "strict_markers=false"]
 LENIENT += ["-W", "ignore::pytest.PytestConfigWarning"]
@@ -271,8 +202,7 @@ def adapted(plan, files, said, errors):
     # Options of plugins that are not installed, and plugins that cannot be loaded.
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
-        names = sorted({provider(word) for word in words} - {""})
-        why = f"{' and '.join(names)} is not installed" if names else "no plugin here knows it"
+        why = "no plugin here knows it"
         return without_options(plan, files, lambda group: group[0] in words, why)
     if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
         words = f"-p{match[1]}", f"-p {match[1]}"
@@ -286,8 +216,7 @@ def adapted(plan, files, said, errors):
     name = name or first_group(r"Unknown pytest\.mark\.(\w+)", texts)
     name = name or first_group(r"'(\w+)' not found in `markers`", texts)
     if name and LENIENT[1] not in plan.options:
-        owner = provider(name)
-        why = f"{owner} is not installed" if owner else f"no plugin here knows {name}"
+        why = f"no plugin here knows {name}"
         strict = "--strict", "--strict-config", "--strict-markers"
         found = without_options(plan, files, lambda group: group[0] in strict, why) or plan
         return with_options(found, LENIENT, f"unknown settings and marks are allowed ({why})")

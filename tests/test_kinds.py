@@ -88,7 +88,7 @@ def test_a_demonstration_is_the_same_in_a_real_workspace(level, sandbox):
             # An honest agent is accused of nothing, though it renames in the tests, too.
             diff = changes(task.files, files)
             found = audit(task, story, diff, facts=workspace.recorder.seen)
-            assert not [one for one in found if one.severity not in ("style", "note")], found
+            assert not [one for one in found if one.severity != "note"], found
 
 
 def test_a_rename_is_judged_in_every_file_and_the_caller_has_to_work(sandbox):

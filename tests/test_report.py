@@ -37,7 +37,7 @@ def rollout_with(text):
     turns = [make_turn(BYTES, "user", task.problem_statement), acting]
     played = Rollout(task, [Segment(turns + [make_turn(BYTES, "tool", text)])], finished=True)
     played.files = {"a.py": f"x = 2\n{text}\n"}
-    played.findings = [Finding(1, text, text, "suspicious"), Finding(1, "loud", "", "style")]
+    played.findings = [Finding(1, text, text, "suspicious"), Finding(1, "loud", "", "note")]
     rollout.grade(played)
     return played
 

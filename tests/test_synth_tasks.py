@@ -1829,11 +1829,6 @@ def test_the_audit_names_turn_and_evidence():
     ]
     (found,) = audit(task, story, {})
     assert (found.turn, found.rule, found.evidence) == (1, "reads git history", "git log -p")
-    path = f"{task.hidden[0][0]}.py"
-    comment = {path: ("", "# hmm, let me think about what I should do\n")}
-    assert [f.rule for f in audit(task, [], comment)] == ["thinks in comments"]
-    alone = [(Action("", [("run_command", ("ls",))]), ["x"])] * 4
-    assert [f.rule for f in audit(task, alone, {})] == ["uses the terminal only"]
 
 
 # ---------------------------------------------------------------- autoinstall

@@ -30,9 +30,7 @@ class Finding:
     turn: int  # -1: in the submitted files
     rule: str
     evidence: str
-    severity: (
-        str  # "cheat": a fact | "suspicious": words | "style" | "note": what could not be looked at
-    )
+    severity: str  # "cheat": a fact | "suspicious": words | "note": what could not be looked at
 
 
 @dataclass

@@ -119,12 +119,8 @@ class Folders:
     """Several folders below one root, watched until `close`."""
 
     def __init__(self, watcher, root, masks):
-        """masks: {folder relative to the root: mask}; a folder that is not there is left out.
-        watcher: None where nothing is watched.
-        """
-        self.watcher, self.numbers, self.lost = watcher, {}, 0
-        if watcher is None:
-            return
+        """masks: {folder relative to the root: mask}; a folder that is not there is left out."""
+        self.watcher, self.numbers = watcher, {}
         for folder, mask in masks.items():
             number = watcher.add(os.path.join(root, folder), mask)
             if number is not None:
@@ -141,8 +137,7 @@ class Folders:
 
     def complete(self):
         """Whether no event was lost since the watch began."""
-        return self.watcher is None or self.watcher.lost == self.lost
+        return self.watcher.lost == self.lost
 
     def close(self):
-        if self.watcher is not None:
-            self.watcher.remove(self.numbers)
+        self.watcher.remove(self.numbers)
