@@ -291,8 +291,7 @@ class Router(nn.Module):
 
         # Scores of the chosen experts are their gates: this is where the router gets its gradient.
         gates = score.gather(1, choice)  # (M, K)
-        # Of one gate nothing would be left but 1, and no gradient.
-        if self.norm_gates and self.k > 1:
+        if self.norm_gates:
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
         return choice, gates if self.scale == 1 else gates * self.scale
 

@@ -428,16 +428,6 @@ def test_balance_moves_towards_the_mean_zeroes_the_counts_and_sums_over_ranks():
     assert worst == pytest.approx(2.0) and all((router.load == 0).all() for router in blocks)
 
 
-def test_a_single_gate_is_its_score_so_that_the_router_learns():
-    router = Router(dataclasses.replace(SMALL, num_experts_per_tok=1))
-    x = torch.randn(20, 32)
-    choice, gates = router(x)
-    scores = F.linear(x, router.weight).sigmoid()
-    assert torch.equal(gates, scores.gather(1, choice))
-    gates.sum().backward()
-    assert router.weight.grad.abs().max() > 0.01
-
-
 def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_out_a_skewed_router():
     model, tokens = build().train(), text(4, 16)
     router = model.layers[1].ffn.router
