@@ -1469,9 +1469,9 @@ def loop(run, source, optimizer, step, interrupted, out):
             if run.replicas:
                 hsdp.sum_gradients(run.model)
 
-            # 3) The update. It is skipped where the gradient is zero (without that of a draft head):
-            #    there is nothing to learn, but the momentum of AdamW and Muon would change and still
-            #    move the weights.
+            # 3) The update. It is skipped where the gradient is zero (that of a draft head aside):
+            #    there is nothing to learn, but the momentum of AdamW and Muon would change and move
+            #    the weights all the same.
             norm = run.clip_gradients()
             if norm != 0:
                 optimizer.step()
