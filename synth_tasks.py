@@ -830,14 +830,11 @@ def find_environment(flags):
         name = f"{Path(flags.repo).resolve().name}-environment"
         keep = str(Path(flags.out).parent / name)
     autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
-    # That command runs in the environment's own Python.
-    words = [
-        str(Path(keep).absolute() / "bin" / "python"),
-        str(Path(__file__)),
-        f"--repo={flags.repo}",
-        f"--n={flags.n}",
-        f"--out={flags.out}",
-    ]
+    # That command runs in the environment's own Python, with the flags that make tasks.
+    words = [str(Path(keep).absolute() / "bin" / "python"), str(Path(__file__))]
+    for name, value in vars(flags).items():
+        if name not in ("autoinstall", "keep", "check") and value is not None:
+            words.append(f"--{name}={value}")
     print(
         f"The environment works and is kept in {keep}. Tasks are made with it by\n"
         f"    {shlex.join(words)}"

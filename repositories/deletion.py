@@ -110,28 +110,39 @@ def find_dead_helpers(files, base, chosen, found):
     """Top-level functions that only the deleted code used: they would give the answer away.
 
     files: before the deletion; base: after it; found: all definitions."""
-    # Candidates are the other functions in the files of the deleted code that the code names;
-    # `unparse` writes no comments.
-    deleted = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
-    words, paths = set(re.findall(r"\w+", deleted)), {one.path for one in chosen}
-    candidates = []
-    for one in found:
-        may_go = one.kind == "function" and one.path in paths and one not in chosen
-        if may_go and one.name in words:
-            candidates.append(one)
-    if not candidates:
-        return []
-
-    # Nothing that is left may name a helper, except its own definition: the one occurrence in all
-    # that is left is the one in its own file.
-    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
+    paths = {one.path for one in chosen}
+    build = ".toml", ".cfg"  # they may name a function as a command
+    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi", *build)))
     helpers = []
-    for one in candidates:
-        word = re.compile(rf"\b{one.name}\b")
-        is_alone = len(word.findall(left)) == len(word.findall(base[one.path])) == 1
-        if is_alone:
-            helpers.append(one)
-    return helpers
+    while True:
+        # Candidates are the other functions of these files that the code which goes names.
+        gone, names = [*chosen, *helpers], set()
+        for node in (inner for one in gone for node in one.nodes for inner in ast.walk(node)):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+        candidates = []
+        for one in found:
+            may_go = one.kind == "function" and one.path in paths and one not in gone
+            if may_go and one.name in names:
+                candidates.append(one)
+
+        # Nothing that is left may name a helper, but its own definition and helpers that go.
+        text, dead = "\n".join(own_text(files, one) for one in helpers), []
+        for one in candidates:
+            word = re.compile(rf"\b{one.name}\b")
+            number = len(word.findall(text)) + len(word.findall(own_text(files, one)))
+            if len(word.findall(left)) == number:
+                dead.append(one)
+        if not dead:
+            return helpers
+        helpers += dead  # and those that only these helpers used
+
+
+def own_text(files, one):
+    """The lines of a definition, its decorators included"""
+    lines = files[one.path].split("\n")
+    parts = [lines[first_line(node) - 1 : node.end_lineno] for node in one.nodes]
+    return "\n".join(line for part in parts for line in part)
 
 
 def find_again(files, chosen):

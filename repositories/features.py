@@ -126,7 +126,7 @@ def repository_prompt(chosen, some_visible):
     # Which definitions were deleted. A class is named by its methods, and three names are enough.
     named = [one for one in chosen if one.kind != "class" or len(chosen) == 1]
     places = [f"`{one.name}` in {one.path}" for one in named[:3]]
-    more = f" and {len(chosen) - 3} more" if len(functions_of(chosen)) > 3 else ""
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
     verb = "was" if len(places) == 1 else "were"
 
     # What to do, and whether the agent has any of the tests.

@@ -106,9 +106,12 @@ def package_root(path, paths):
     while top > 0 and "/".join([*parts[:top], "__init__.py"]) in paths:
         top -= 1
 
-    # In no package: the source is imported from the root, or from src/.
-    if top == len(parts) - 1:
-        top = 1 if len(parts) > 1 and parts[0] == "src" else 0
+    # What lies in src/ is imported from there, a namespace package too; what is in no package
+    # elsewhere, from the root.
+    if top > 0 and parts[0] == "src":
+        top = 1
+    elif top == len(parts) - 1:
+        top = 0
 
     # The folders below `top` and the file are the dotted name; a package is called by its folder.
     names = parts[top:]

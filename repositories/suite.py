@@ -28,17 +28,20 @@ CONFIG_FILES = (
 
 # Options that cannot be kept. Coverage would set a trace function, and so do we. Several processes,
 # another order or a stop at the first failure would hide outcomes.
+NO_VALUE = (
+    r"--no-cov|-f|--looponfail|--reverse|--random.*|-x|--exitfirst|--sw|--stepwise.*"
+    r"|--lf|--last-failed.*|--pdb|--trace|--co|--collect-only"
+)
 LEFT_OUT = re.compile(
     r"--(no-)?cov([-=].*)?"
     r"|-n(\d+|auto|logical)?|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
-    r"|-f|--looponfail|--reverse|--random.*"
-    r"|-x|--exitfirst|--maxfail(=.*)?|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
-    r"|--co|--collect-only"
+    rf"|--maxfail(=.*)?|{NO_VALUE}"
 )
 WHY_LEFT_OUT = "no coverage, several processes, other order or early end"
 
 # Packages that run the tests. Neither a repository nor a submission may bring one of them.
 RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
+
 
 @dataclass
 class Plan:
@@ -142,7 +145,9 @@ def split_options(words, is_refused):
     groups = []
     for word in words:
         option = groups[-1][0] if groups and len(groups[-1]) == 1 else ""
-        is_value = option.startswith("-") and "=" not in option and not word.startswith("-")
+        has_value = option.startswith("-") and "=" not in option
+        has_value = has_value and not re.fullmatch(NO_VALUE, option)
+        is_value = has_value and not word.startswith("-")
         groups = [*groups[:-1], [option, word]] if is_value else [*groups, [word]]
     kept, refused = [], []
     for group in groups:

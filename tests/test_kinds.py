@@ -100,6 +100,11 @@ def test_a_rename_is_judged_in_every_file_and_the_caller_has_to_work(sandbox):
             verdict = judge(task, {**original, path: task.files[path]}, sandbox)
             assert not verdict.solved, path
     assert not judge(task, {**original, "notes.md": f"it was {old}"}, sandbox).solved
+    # Who empties a file, or takes it away, has renamed nothing in it.
+    for path in ("docs.md", "tests.py"):
+        kept = {other: text for other, text in original.items() if other != path}
+        assert not judge(task, kept, sandbox).solved, path
+        assert not judge(task, {**kept, path: ""}, sandbox).solved, path
     without = {path: text for path, text in original.items() if path != "app.py"}
     assert not judge(task, without, sandbox).solved
     # The name inside another word is no use of it.

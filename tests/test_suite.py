@@ -255,6 +255,11 @@ def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text
     assert "coverage, several processes" in line
 
 
+def test_an_option_without_a_value_takes_no_path_with_it():
+    plan = suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -x tests/unit -n 2 -ra\n"})
+    assert plan.options == ["-o", "addopts=tests/unit -ra"]
+
+
 def test_a_configuration_that_asks_for_nothing_special_is_left_to_pytest():
     assert (
         suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -ra -k 'not slow'\n"}).options

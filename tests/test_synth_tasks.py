@@ -43,6 +43,7 @@ from repositories import (
     autoinstall,
     copies,
     deletion,
+    features,
     task_checks,
     repo_files,
     study as world_repository,
@@ -1370,6 +1371,54 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
         "p/m.py": "def two():\n    return 2  # stays\n",
     }
     assert [one.name for one in helpers] == ["_help"]
+
+
+@pytest.mark.parametrize(
+    "rest, code, gone",
+    [
+        # the helper of a helper, and one that calls itself
+        (
+            "def _tok(s):\n    return s\n\n\ndef _parse(s):\n    return _tok(s)\n",
+            "_parse(s)",
+            "_parse _tok",
+        ),
+        ("def _walk(n):\n    return n and _walk(n - 1)\n", "_walk(s)", "_walk"),
+        # a docstring, an attribute and a key are no use of a function
+        ("def render(s):\n    return s\n", '"see render"', ""),
+        ("def load(s):\n    return s\n", "s.load", ""),
+        ("REG = {}\n\n\n@REG.get\ndef area(s):\n    return s\n", "REG['area'](s)", ""),
+        # what is left uses it
+        ("def net(s):\n    return s\n\n\nTABLE = net(1)\n", "net(s)", ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gone", "function"])
+def test_a_helper_goes_if_only_deleted_code_calls_it_and_nothing_else_goes(rest, code, gone, kind):
+    files = {"m.py": f"{rest}\n\ndef total(s):\n    return {code}\n"}
+    found = world_repository.definitions(files)
+    (chosen,) = [one for one in found if one.name == "total"]
+    base, helpers = st.delete_feature(files, [chosen], dict(kind=kind, docstring=False), found)
+    assert [one.name for one in helpers] == gone.split()
+    assert not any(name in base["m.py"] for name in gone.split())
+    # A function that the build file names as a command is no helper.
+    named = {**files, "pyproject.toml": "".join(f"x = 'm:{name}'\n" for name in gone.split())}
+    left = st.delete_feature(named, [chosen], dict(kind=kind, docstring=False), found)[1]
+    assert not left
+
+
+def test_a_module_of_a_namespace_package_in_src_has_its_whole_name():
+    files = dict.fromkeys(
+        ("src/acme/shop/__init__.py", "src/acme/shop/price.py", "src/one/__init__.py"), ""
+    )
+    assert world_repository.module_names(files, set()) == ["acme.shop", "acme.shop.price", "one"]
+    assert repo_files.packages(files) == ["acme", "one"]
+    lib = dict.fromkeys(("lib/shop/__init__.py", "lib/shop/price.py", "src/__init__.py"), "")
+    assert world_repository.module_names(lib, set()) == ["shop", "shop.price", "src"]
+
+
+def test_a_prompt_counts_what_it_does_not_name():
+    source = "class A:\n" + "".join(f"    def {name}(self):\n        pass\n" for name in "abcd")
+    chosen = world_repository.definitions({"m.py": source})
+    assert "`A.c` in m.py and 1 more were lost" in features.repository_prompt(chosen, True)
 
 
 def test_a_stub_keeps_every_other_byte():

@@ -176,10 +176,17 @@ def judge_generated(task, files, sandbox):
         module, name, arguments, _ = wrong[0]
         why = f"{module}.{name}({arguments[0]}) is wrong"
 
-    # Names that may stand nowhere any more: of functions that were to be renamed.
-    left = [name for name in task.meta.get("gone", ()) if stands_in(files, name)]
+    # Of functions that were to be renamed the old name may stand nowhere any more, and the new one
+    # has to stand wherever it should: a file that was emptied has neither.
+    left = []
+    for new, old in task.renamed:
+        if stands_in(files, old):
+            left.append(f"{old} still stands in a file")
+        for path, text in task.solution.items():
+            if stands_in({path: text}, new) and not stands_in({path: files.get(path, "")}, new):
+                left.append(f"{new} does not stand in {path}")
     if left and not wrong:
-        why = f"{left[0]} still stands in a file"
+        why = left[0]
     failed = len(wrong) + len(left)
     return Verdict(not failed, len(cases) - len(wrong), failed, why, all(seen.values()))
 
