@@ -434,7 +434,7 @@ class Source:
         pass
 
     def tensors(self):
-        """CountWeights that a checkpoint keeps beside the model's"""
+        """Weights that a checkpoint keeps beside the model's"""
         return {}
 
 
@@ -1367,7 +1367,7 @@ class Run:
             if group["algorithm"] == "muon":
                 group |= dict(lr=config.lr, weight_decay=config.weight_decay)
 
-        # CountWeights in bf16 would lose small updates, unless they are rounded by chance.
+        # Weights in bf16 would lose small updates, unless they are rounded by chance.
         choose = (lambda form: form) if config.plain else fast.choose
         kind = RoundingMuon if config.weight_dtype == "bfloat16" else choose(Muon)
         optimizer = kind(

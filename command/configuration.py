@@ -109,6 +109,9 @@ class Flags:
         first = configs[stages[0]]
         if first.start_from and first.stage == "pretrain":
             usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
-        if first.resume and checkpoints.last_stage(first.out) == Path(first.out):
+        begun = checkpoints.last_stage(first.out) != Path(first.out)
+        if first.stage == "pretrain":
+            begun = checkpoints.checkpoint_exists(Path(first.out, "pretrain"))
+        if first.resume and not begun:
             usage_error(f"--resume: no checkpoint in {first.out} to go on from")
         return configs

@@ -131,13 +131,15 @@ def ask_or_demonstrate(argv, demo, rules, detect):
     about = "a transcripts.jsonl: which of its turns would the rules flag?"
     parser.add_argument("--ask", metavar="FILE", help=about)
     about = f"with --ask: which rules, with commas, of {', '.join(rules)} (default: all)"
-    parser.add_argument("--rules", default=",".join(rules), help=about)
+    parser.add_argument("--rules", help=about)
     given = parser.parse_args(argv)
     if given.ask is None:
+        if given.rules:
+            parser.error("--rules is for --ask=FILE")
         return draw_or_refuse("feedback_distill.py", demo)
 
     # A rule that is not there, or a file that is none, is one line.
-    names = given.rules.split(",")
+    names = given.rules.split(",") if given.rules else list(rules)
     unknown = [name for name in names if name not in rules]
     if unknown:
         parser.error(f"--rules={unknown[0]}: no such rule; there are {', '.join(rules)}")

@@ -26,6 +26,7 @@ Left out: a test of significance. Three seeds carry none; differences are shown 
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -359,6 +360,8 @@ def main_or(module, argv, others):
     option, _, value = argv[0].partition("=") if argv else ("", "", "")
     if option not in others:
         return main(module, argv)
+    if len(argv) > 1:
+        command_flags.usage_error(f"{option} stands alone: leave {argv[1]} away", module)
     try:
         others[option](value)
     except (ValueError, OSError) as error:
@@ -371,11 +374,10 @@ def main(module, argv):
     experiment = importlib.import_module(module).EXPERIMENT
     seeds, steps, out, keep, flags = read_experiment_flags(name, experiment, argv)
 
-    # Everything that can be refused is refused before the first run. Only the jobs of the first
-    # seed are checked, since those of the others differ in nothing but the seed.
+    # Everything that can be refused is refused before the first run.
     plans = [plan_jobs(name, experiment, seed, out, steps, flags) for seed in seeds]
-    for chain in plans[0][0]:
-        for job in chain:
+    for chains, _ in plans:
+        for job in itertools.chain(*chains):
             check_flags(job)
 
     # So is a folder that cannot be written.

@@ -397,6 +397,14 @@ def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is
     assert "no longer the file" in refused([*words, *RL], capsys)
 
 
+def test_resume_begins_no_pretraining_in_a_folder_that_has_another_stage_alone(
+    run, tmp_path, capsys
+):
+    shutil.copytree(run / "sft", tmp_path / "sft")
+    assert "no checkpoint" in refused([*SMALL, f"--out={tmp_path}", "--resume"], capsys)
+    assert not (tmp_path / "pretrain").exists()
+
+
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
     words = [*SMALL, "--stage=long", "--steps=1", f"--out={tmp_path}"]
     train.main([*words, f"--start_from={run}"])
@@ -1042,8 +1050,9 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
 
 
 def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(
-    run, tmp_path, capsys
+    run, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr("command.evaluation.current_commit", lambda: "aaaa")
     words = [*SMALL, f"--start_from={run}", f"--out={tmp_path}", "--eval_levels=0"]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"])
     (tmp_path / "one.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
@@ -1063,6 +1072,13 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         True,
     ] and "given tasks" in texts[3]
     assert "was made with 3, and so" in refused([*words, "--stage=eval", "--max_turns=4"], capsys)
+    # Nobody knows which edit a table was made with, so an edited project makes it anew.
+    for commit in ("aaaa-dirty", ""):
+        monkeypatch.setattr("command.evaluation.current_commit", lambda: commit)
+        for _ in range(2):
+            capsys.readouterr()
+            train.main([*words, "--stage=eval"])
+            assert "and figures" in capsys.readouterr().out
     # Without the flag the run's own number of turns is taken.
     unsaid = [word for word in words if not word.startswith("--max_turns")]
     train.main([*unsaid, "--stage=eval", "--temperature=0.6"])
