@@ -457,11 +457,12 @@ class Text(Source):
         tokenizer = run.tokenizer
         self.train = make_stream(tokenizer, train)  # (tokens,)
         self.held = make_stream(tokenizer, held)  # (tokens,)
-        if min(len(self.train), len(self.held)) < 2 * self.window + 2:
-            usage_error(
-                f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
-                f"{self.window}"
-            )
+        for what, stream in (("to train on", self.train), ("held out", self.held)):
+            if len(stream) < 2 * self.window + 2:
+                usage_error(
+                    f"--data={config.data}: {len(stream)} tokens {what} are too few for windows of "
+                    f"{self.window}"
+                )
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
