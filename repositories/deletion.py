@@ -117,9 +117,9 @@ def find_dead_helpers(files, base, chosen, found):
     while True:
         # Candidates are the other functions of these files that the code which goes names.
         gone, names = [*chosen, *helpers], set()
-        for node in (inner for one in gone for node in one.nodes for inner in ast.walk(node)):
-            if isinstance(node, ast.Name):
-                names.add(node.id)
+        for one in gone:
+            for node in one.nodes:
+                names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         candidates = []
         for one in found:
             may_go = one.kind == "function" and one.path in paths and one not in gone
@@ -127,11 +127,11 @@ def find_dead_helpers(files, base, chosen, found):
                 candidates.append(one)
 
         # Nothing that is left may name a helper, but its own definition and helpers that go.
-        text, dead = "\n".join(own_text(files, one) for one in helpers), []
+        dead = []
         for one in candidates:
             word = re.compile(rf"\b{one.name}\b")
-            number = len(word.findall(text)) + len(word.findall(own_text(files, one)))
-            if len(word.findall(left)) == number:
+            leaving = "\n".join(own_text(files, other) for other in [*helpers, one])
+            if len(word.findall(left)) == len(word.findall(leaving)):
                 dead.append(one)
         if not dead:
             return helpers
