@@ -58,7 +58,9 @@ def main(files):
     sets = {"bench": eval.held_out(10, synth_tasks.BENCH_LEVELS, "bench")}
     try:
         for file in files:
-            sets[Path(file).stem] = read_tasks(file)
+            sets[file] = read_tasks(file)
+            if not sets[file]:
+                raise Refusal(f"{file}: no task stands in it")
     except (Refusal, OSError) as error:
         usage_error(str(error), program="task_sizes")
 

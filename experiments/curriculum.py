@@ -1,6 +1,6 @@
 """curriculum.py: Do chosen tasks teach more than a fixed mix?
 
-Equal steps of RL on levels 0 to 5 alike, or on the levels that are neither won nor lost.
+Equal steps of RL on the default's nine levels alike, or on those that are neither won nor lost.
 
     fixed mix
     curriculum      the recipe

@@ -67,7 +67,7 @@ def overlong_masked():
 
 
 # 3. The arms: the same flags for all, one patch each. The first is the recipe, to compare with.
-FIXED_MIX = ("--steps=40", "--max_turns=20", "--curriculum=0")
+FIXED_MIX = ("--steps=40", "--max_turns=20", "--levels=0,1,2,3,4,5", "--curriculum=0")
 EXPERIMENT = Experiment(
     question="What the objective leaves out, put in",
     curves=("sampled", "finished"),

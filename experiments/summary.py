@@ -16,9 +16,8 @@ the whole .572, without learning them .594; truncated .322, and nothing that nee
 windows. Figure: figures/summary.png. Where the tests can be asked again: experiments/retold.py.
 """
 
-import functools
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -91,12 +90,17 @@ def demonstrate_in_two_windows(
 
 
 # 4. The patches. In every arm the tests answer one command per rollout; some add a second change.
+@dataclass(frozen=True)
+class ToldOnce(rollout.Limits):
+    commands: int = 1
+
+
 def truncate_oldest():
     summarize.Compaction = OldestTruncated
 
 
 def told_once():
-    rollout.Limits = functools.partial(rollout.Limits, commands=1)
+    rollout.Limits = ToldOnce
 
 
 def told_once_in_two_windows():

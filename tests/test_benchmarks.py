@@ -225,5 +225,8 @@ def test_the_sizes_of_tasks_are_counted_and_shown_beside_those_of_a_file(
     task_sizes.main(["mine.jsonl"])
     out = capsys.readouterr().out
     assert "mine" in out and "bench" in out and (tmp_path / "out/task_sizes.png").exists()
-    with pytest.raises(SystemExit):
-        task_sizes.main(["none.jsonl"])
+    (tmp_path / "empty.jsonl").write_text("")
+    for file in ("none.jsonl", "empty.jsonl"):
+        with pytest.raises(SystemExit):
+            task_sizes.main([file])
+        assert file in capsys.readouterr().err

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import pickle
 import random
 import re
 import statistics
@@ -829,6 +830,8 @@ def test_told_once_the_tests_answer_one_command_also_in_an_evaluation():
     limits = train.agent_limits(train.Config(window=300, max_turns=7))
     assert (plain.commands, limits.commands) == (0, 1)
     assert (limits.window, limits.turns) == (300, 7)
+    # With --workers they are sent to other processes.
+    assert pickle.loads(pickle.dumps(limits)) == limits
 
 
 def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():

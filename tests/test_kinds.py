@@ -111,6 +111,12 @@ def test_a_rename_is_judged_in_every_file_and_the_caller_has_to_work(sandbox):
     assert judge(task, {**original, "notes.md": f"re{old}er"}, sandbox).solved
 
 
+def test_a_rename_of_training_shows_no_name_that_is_kept_for_evaluation():
+    for level in (10, 16):
+        for seed in range(20):
+            assert not any(map(micro.held_out_name, st.make_task(level, seed).meta["gone"]))
+
+
 @pytest.mark.parametrize("level", [8, 11])
 def test_a_repair_or_an_extension_with_another_constant_is_not_accepted(level, sandbox):
     for seed in range(4):
@@ -215,9 +221,8 @@ def test_the_expert_forgets_an_instruction_now_and_then_and_without_sloppiness_n
             "    def f(self, x):\n        pass\n",
             "no findings",
         ),
-        ("import os\n", "a.py:1: os is imported and not used"),
-        ("import os as os\n", "no findings"),
-        ("import os\n__all__ = ['os']\n", "no findings"),
+        # An import may be for others, or for a string annotation.
+        ("import os\n", "no findings"),
         ("def f():\n    return 1\n    x = 2\n", "a.py:3: never reached"),
         ("[z for z in range(3)]\n", "no findings"),
         ("match 1:\n    case {'a': b, **c}:\n        print(b, c)\n", "no findings"),
@@ -230,11 +235,11 @@ def test_the_expert_forgets_an_instruction_now_and_then_and_without_sloppiness_n
     ],
 )
 def test_lint_says_what_is_wrong_with_a_changed_file(text, says):
-    assert says in lint_changed({"b.py": "import os\n"}, {"a.py": text, "b.py": "import os\n"})
+    assert says in lint_changed({"b.py": "print(u)\n"}, {"a.py": text, "b.py": "print(u)\n"})
 
 
 def test_lint_is_one_screen_and_looks_at_python_that_was_changed(sandbox):
-    many = {f"m{i}.py": "import os\n" for i in range(200)}
+    many = {f"m{i}.py": "print(y)\n" for i in range(200)}
     shown = lint_changed({}, many).split("\n")
     assert len(shown) == LINES + 1 and shown[-1] == "[more]"
     assert lint_changed(many, many) == "no findings"
@@ -245,8 +250,8 @@ def test_lint_is_one_screen_and_looks_at_python_that_was_changed(sandbox):
     with Workspace(task, sandbox) as real:
         for workspace in (real, InMemoryWorkspace(task)):
             assert workspace.lint() == "no findings"
-            workspace.edit("new.py", "", "import os\n")
-            assert workspace.lint() == "new.py:1: os is imported and not used"
+            workspace.edit("new.py", "", "print(y)\n")
+            assert workspace.lint() == "new.py:1: y is not defined"
 
 
 # ---------------------------------------------------------------- the bench

@@ -1,8 +1,11 @@
 """lint.py: what can be said of changed Python files without running them, in one screen.
 
 Cursor says that its agents collect lint. Here it is what Python's own parser says, and a few checks
-of the syntax tree: a name that is nowhere defined, a function that is defined twice, an import that
-nobody uses, a line that is never reached. `find_new_comment` says whether an edit adds a comment.
+of the syntax tree: a name that is nowhere defined, a function that is defined twice, a line that is
+never reached. `find_new_comment` says whether an edit adds a comment.
+
+Left out: imports that nobody uses. A package's __init__.py imports names for others, and a name in
+a string annotation is used, too.
 
 Standard library only.
 """
@@ -40,7 +43,7 @@ def lint_file(text):
     tree = parse(text)
     if tree is None:
         return [explain_unreadable(text)]
-    found = [*find_undefined(tree), *find_unused_imports(tree)]
+    found = find_undefined(tree)
     for node in ast.walk(tree):
         for block in ("body", "orelse", "finalbody"):
             statements = getattr(node, block, None)
@@ -98,23 +101,6 @@ def find_undefined(tree):
         # A folded expression is no identifier (world/untrusted.py).
         if isinstance(node, ast.Name) and node.id not in known and node.id.isidentifier():
             found.append((node.lineno, f"{node.id} is not defined"))
-    return found
-
-
-def find_unused_imports(tree):
-    """Names that are imported at the top and never read. A file with __all__ may hand them on."""
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if "__all__" in read or not all(name.isidentifier() for name in read):
-        return []
-    found = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                name = alias.asname or alias.name.split(".")[0]
-                # `import a as a` says that the name is meant for others.
-                if name not in read and name != "*" and alias.asname != alias.name:
-                    if getattr(node, "module", "") != "__future__":
-                        found.append((node.lineno, f"{name} is imported and not used"))
     return found
 
 
