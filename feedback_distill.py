@@ -586,31 +586,32 @@ def pack_both(rollouts):
     return pack(segments, [1.0] * len(segments)), pack_hinted(segments)
 
 
+def wrong_tools(tokenizer, rollouts, targets, logits):
+    """logits (N, V) at the targets -> probability that a flagged call names a tool not offered"""
+    # The first token of a tool's name stands behind the token of the call.
+    names = 1 + (targets.token == tokenizer.id["<|call|>"]).nonzero().flatten()  # (calls,)
+    first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}
+    wrong = 0.0
+    for n in names.tolist():
+        good = {first[name] for name in rollouts[targets.student_row[n]].task.tools}
+        wrong += float(logits[n].softmax(-1)[list({*first.values()} - good)].sum())
+    return wrong / len(names)
+
+
 @torch.no_grad()
 def measure_policy(model, tokenizer, rollouts, before):
-    """-> the probability that a flagged call names a tool that does not exist, that it names one
-    that does, and by how much the other sampled tokens have moved (KL, nats a token); and the
-    logits (M, V) of these. before: the same logits at the beginning, or None"""
+    """-> (wrong_tools of the student, by how much its other sampled tokens have moved: KL, nats a
+    token), and the logits (M, V) of these. before: the same logits at the beginning, or None"""
     batch, targets = pack_both(rollouts)
     hidden = model(batch["tokens"])  # (B, T, D)
-
-    # The first token of a tool's name stands behind the token of the call.
-    call = targets.token == tokenizer.id["<|call|>"]
-    rows, places = targets.student_row[call], targets.student_position[call] + 1
-    probability = model.logits(hidden[rows, places]).softmax(-1)  # (calls, V)
-    first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}
-    wrong = offered = 0.0
-    for row, of_name in zip(rows.tolist(), probability):
-        good = {first[name] for name in rollouts[row].task.tools}
-        wrong += float(of_name[list({*first.values()} - good)].sum()) / len(rows)
-        offered += float(of_name[list(good)].sum()) / len(rows)
+    wrong = wrong_tools(tokenizer, rollouts, targets, student_logits(model, hidden, targets))
 
     # All that was sampled, but for the tokens that the hints speak about
     rest = batch["mask"] > 0  # (B, T)
     rest[targets.student_row, targets.student_position] = False
     logits = model.logits(hidden[rest])  # (M, V)
     moved = 0.0 if before is None else float(divergence(logits, before, "forward").mean())
-    return (wrong, offered, moved), logits
+    return (wrong, moved), logits
 
 
 def distill(model, tokenizer, rollouts, held_out):
@@ -636,16 +637,18 @@ def distill(model, tokenizer, rollouts, held_out):
 
 
 @torch.no_grad()
-def kl_of_turn(model, tokenizer, rollout, hint):
-    """The hint's KL at each token of its turn -> the tokens' texts, KL, and which of them are in
-    the loss"""
-    segment, whole = rollout.segments[0], replace(hint, call=None)
+def kl_of_turn(model, tokenizer, rollout):
+    """-> the first hint, and at each token of its turn: the token's text, the hint's KL, and
+    whether it is in the loss"""
+    hint, segment = detect(rollout, ("unavailable_tool",))[0], rollout.segments[0]
+    whole = replace(hint, call=None)
     targets = pack_hinted([replace(segment, hints=[splice(tokenizer, segment, whole)])])
     student = student_logits(model, model(pack([segment], [1.0])["tokens"]), targets)
     kl = divergence(student, Teacher(model, "current")(targets), DIVERGENCE)
     first, end = find_hinted_tokens(tokenizer, segment.turns[hint.turn], hint)
     taught = [first <= n < end for n in range(len(kl))]
-    return [tokenizer.decode([token]) for token in targets.token.tolist()], kl.numpy(), taught
+    names = [tokenizer.decode([token]) for token in targets.token.tolist()]
+    return hint, names, kl.numpy(), taught
 
 
 def demo():
@@ -666,28 +669,25 @@ def demo():
     held_out = flagged_demonstrations(tokenizer, range(1000, 1060))[:16]
 
     # Where does a hint disagree with the policy? Take the turn with the largest KL
-    found = []
-    for rollout in held_out:
-        hint = detect(rollout, ("unavailable_tool",))[0]
-        names, kl, taught = kl_of_turn(model, tokenizer, rollout, hint)
-        found.append((kl.max(), len(found), rollout, hint, names, kl, taught))
-    _, _, rollout, hint, names, kl, taught = max(found)
+    turns = [(one, *kl_of_turn(model, tokenizer, one)) for one in held_out]
+    rollout, hint, names, kl, taught = max(turns, key=lambda turn: turn[3].max())
     called = rollout.segments[0].turns[hint.turn].calls[hint.call].name
     print(f"turn    {called} is called, the task offers {' '.join(rollout.task.tools)}")
     print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
     print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
 
+    # What does the policy do where it reads the hints? The student can hardly come further.
+    _, targets = pack_both(held_out)
+    told = wrong_tools(tokenizer, held_out, targets, Teacher(model, "current")(targets))
+    print(f"told    wrong tools {told:.3f}  (the same policy, reading the hints)")
+
     # The cure
     curve = distill(model, tokenizer, rollouts, held_out)
-    for step, (wrong, good, moved) in curve.items():
-        now = f"wrong tools {wrong:.3f}  offered tools {good:.3f}"
-        print(f"step {step:2}  {now}  other tokens moved {moved:.4f}")
-    draw_hint(names, kl, taught, curve, path)
-    print(
-        f"The hint disagrees by {kl.max():.2f} nats at one token. 20 steps of distilling such "
-        f"calls took\nwrong tools from {curve[0][0]:.2f} to {curve[20][0]:.3f}, with no hint in "
-        f"the context. Figure: {path}"
-    )
+    for step, (wrong, moved) in curve.items():
+        print(f"step {step:2}  wrong tools {wrong:.3f}  other tokens moved {moved:.4f}")
+    draw_hint(names, kl, taught, curve, told, path)
+    print(f"20 steps of distilling such calls took wrong tools from {curve[0][0]:.3f} to")
+    print(f"{curve[20][0]:.3f}, with no hint in the context. Figure: {path}")
 
 
 def main(argv):

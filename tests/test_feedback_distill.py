@@ -4,6 +4,7 @@ torch, the teacher."""
 import copy
 import math
 import random
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -794,11 +795,14 @@ def test_bad_flags_and_a_place_that_cannot_be_written_give_one_line_and_exit_cod
 def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
     done = run_command([sys.executable, str(ROOT / "feedback_distill.py")], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
-    first, last = (
-        [float(word) for word in line if word[0].isdigit()] for line in (lines[0], lines[-1])
-    )
-    assert first[1] > 0.1 and last[1] < 0.2 * first[1] and last[2] > first[2] and last[3] < 0.1
+    numbers = {
+        line[:7]: [float(word) for word in re.findall(r"\d\.\d+", line)]
+        for line in done.stdout.splitlines()
+    }
+    (told,), first, last = (numbers[line] for line in ("told   ", "step  0", "step 20"))
+    # Without the hint the student comes to where the policy is that reads it, which is the oracle.
+    assert first[0] > 0.1 and told < 0.4 * first[0] and last[0] < told + 0.15 * first[0]
+    assert first[1] == 0 < last[1] < 0.1
     assert (
         tmp_path / "out/feedback.png"
     ).stat().st_size > 5000 and "distilling such calls" in done.stdout
