@@ -250,7 +250,8 @@ def summarize_both(records, careful=(), order=None):
     """-> numbers of all these records, by level, and by setting of effort where tasks ask for one.
     careful: the records of the careful expert on the same tasks; "effort_ratio" is then the
     effort over its effort: what the tasks need is divided out. order: of the levels"""
-    needed = {record["task"]: record["effort"] for record in careful}
+    # A task that does not fit its limits says nothing of what it needs.
+    needed = {record["task"]: record["effort"] for record in careful if record["solved"]}
 
     def add_effort_ratio(numbers, records):
         shared = [record for record in records if record["task"] in needed]
@@ -790,8 +791,8 @@ def demo():
     careful = numbers["policies"]["careful"]["overall"]
     hasty = numbers["policies"]["hasty"]["overall"]
     print(
-        f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for "
-        f"{careful['tokens']:.0f} bytes each, against {hasty['solved']:.2f} for "
+        f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved with "
+        f"{careful['tokens']:.0f} bytes a task, against {hasty['solved']:.2f} with "
         f"{hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png."
     )
 

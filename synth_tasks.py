@@ -811,10 +811,14 @@ def main():
         flags.jobs,
         flags.time_limit,
     )
-    kinds = Counter(task.meta["kind"] for task in tasks)
+
+    def list_counts(counts):
+        return ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
+
+    kinds = list_counts(Counter(task.meta["kind"] for task in tasks))
     lengths = sorted(len(task.problem_statement) for task in tasks)
     print(
-        f"\n{len(tasks)} tasks in {flags.out}: {dict(kinds)}; discarded: {dict(reasons)}; "
+        f"\n{len(tasks)} tasks in {flags.out}: {kinds}; discarded: {list_counts(reasons)}; "
         f"{len(tasks) / seconds * 60:.0f} tasks a minute; "
         f"median prompt {lengths[len(lengths) // 2]} characters"
     )

@@ -113,17 +113,17 @@ def ring(ranks):
 
 
 def fsdp_traffic(what, shapes, layout, step):
-    """-> the rows of comm_traffic that FSDP causes. what: "dense" or "experts". Weights are
+    """-> the rows of comm_traffic that FSDP causes. what: "dense" or "expert". Weights are
     gathered for the passes, gradients are scattered and summed over the copies."""
     # Pieces of a weight, and how many ranks the group of one copy spans.
     shard, span = layout.shard, layout.shard
-    if what == "experts":
+    if what == "expert":
         shard, span = layout.efsdp, layout.world
 
     # What one rank gathers in a step: the numbers, and the bytes of all their gathers.
     numbers = weights = 0
     for name, shape in shapes.items():
-        if is_expert(name) == (what == "experts"):
+        if is_expert(name) == (what == "expert"):
             size = gathered(name, shape, layout)
             numbers += size
             weights += wire_bytes(name, step) * size
@@ -149,7 +149,7 @@ def comm_traffic(config, shapes, layout, step):
     both."""
     # FSDP: weights and gradients.
     rows = []
-    for what in ("dense", "experts"):
+    for what in ("dense", "expert"):
         rows += fsdp_traffic(what, shapes, layout, step)
 
     # Context parallelism: each layer receives the cache entries of the other ranks' tokens, and in
@@ -388,7 +388,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
     else:
         print(
             f"fits in neither layout on {gpus} GPUs of {hardware.memory:g} GB: more GPUs, "
-            "or fewer --tokens at a time"
+            "more --memory, or fewer --tokens at a time"
         )
 
     # The stated figure to compare the prediction with, and what two meshes save.

@@ -396,6 +396,8 @@ def read_manifest(directory):
     are checked here, checksums by check_sum. DamagedCheckpoint where something is wrong."""
     # The manifest is written last: a folder without a readable one was never complete.
     folder = find_folder(directory)
+    if not folder.is_dir():
+        raise DamagedCheckpoint(f"{directory}: no such folder")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         kinds = {(type(entry["bytes"]), type(entry["crc32"])) for entry in manifest.values()}
@@ -694,16 +696,18 @@ def check_same_values(config, out, origin, begun):
     """A stage that was begun goes on with the values it was begun with."""
     # The first value that differs ends the command, with a way to begin again: in another folder
     # or, where there is a stage before it, from that one.
-    names = [name for name, rule in rules_of(type(config)).items() if not rule.may_change]
+    # A flag that the stage does not read changes nothing in it.
+    names = []
+    for name, rule in rules_of(type(config)).items():
+        if rule.is_read_by(config.stage) and not rule.may_change:
+            names.append(name)
     for name, made in other_values(config, begun, names).items():
         again = ""
         if origin:
             start = begun["config"]["start_from"] or config.out
-            again = f" (--stage={config.stage} --start_from={start} begins from its stage before)"
-        usage_error(
-            f"{out} was made with {name}={made}, not {getattr(config, name)}: take another "
-            f"--out{again}"
-        )
+            again = f" (--stage={config.stage} --start_from={start} begins where it began)"
+        was, now = (write_value(value) or '""' for value in (made, getattr(config, name)))
+        usage_error(f"{out} was made with {name}={was}, not {now}: take another --out{again}")
 
 
 def check_same_data(config, out, source):

@@ -11,6 +11,7 @@ command/checkpoints.py.
 """
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,8 @@ def check_surroundings(configs, given, check_cards):
     first = next(iter(configs.values()))
     check_tasks(first.tasks)
     published_model.check_positions(configs)
+    if Path(first.out, "manifest.json").exists():
+        usage_error(f"--out={first.out} is a checkpoint: give a folder for the run")
     try:
         check_writable(first.out)
     except OSError as error:

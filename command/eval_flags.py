@@ -24,7 +24,7 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
         parser.add_argument(f"--{name}", type=kind, default=default, help=about)
 
     runs = "folders of runs or of single checkpoints; the word demo: a demonstration"
-    parser.add_argument("runs", nargs="+", help=runs)
+    parser.add_argument("runs", nargs="*", help=runs)
 
     # Which tasks, and how they are played. At temperature 0 sampling is greedy.
     add("number", 16, "tasks per level", at_least=1)
@@ -53,4 +53,7 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
     mismatch = "only: how far the trainer's log-probs lie from the sampler's, in bf16"
     parser.add_argument("--mismatch", action="store_true", help=mismatch)
     parser.add_argument("--out", default="out", type=os.path.expanduser)
-    return parser.parse_args(argv)
+    values = parser.parse_args(argv)
+    if not values.runs:
+        usage_error("which runs? python eval.py RUN [RUN], or python eval.py demo")
+    return values

@@ -168,9 +168,9 @@ def make_parser(program, about, **more):
     def refuse(message):
         # An unknown flag is answered with the flag most like it.
         message = str(message)  # argparse hands texts over, others exceptions
-        unknown = re.search(r"unrecognized arguments: (--\w+)", message)
-        known = parser._option_string_actions
-        near = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        unknown = re.search(r"unrecognized arguments: (?:--)?(\w+)", message)
+        known = {*parser._option_string_actions} - {"--help", "-h"}
+        near = difflib.get_close_matches(f"--{unknown[1]}", known, 1, 0.7) if unknown else []
         usage_error(message + "".join(f"; did you mean {name}?" for name in near), program)
 
     parser.error = refuse

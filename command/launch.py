@@ -61,12 +61,12 @@ def launch_local_ranks(argv, config, program):
     launched = "PLAIN_REPLICAS" in os.environ
     cuda = torch.cuda.is_available() and config.device != "cpu"
     if not launched and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
-        return config
+        return replace(config, processes=1)
 
     # No more processes than torch has threads. A process that was started here knows the number.
     n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
-        return config
+        return replace(config, processes=1)
     if config.dp_replicate not in (1, n):
         usage_error(
             f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are "
@@ -104,7 +104,7 @@ def launch_local_ranks(argv, config, program):
             child_processes.append(process)
         os.environ.update(RANK="0", LOCAL_RANK="0")
         torch.set_num_threads(int(threads))
-    return replace(config, dp_replicate=n)
+    return replace(config, dp_replicate=n, processes=n)
 
 
 child_processes = []  # started by launch_local_ranks

@@ -90,7 +90,7 @@ COLUMNS = {
     "load": "{:5.2f}",
     "lr": "{:7.5f}",
     "adam_lr": "{:7.5f}",
-    "memory": "{:4.1f}",
+    "memory": "{:5.2f}",
     "tokens_per_s": "{:8.0f}",
     "seconds": "{:6.2f}",
 }

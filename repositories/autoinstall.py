@@ -274,12 +274,12 @@ def autoinstall(
 
             # Report the try: done, or the first thing that was not as described.
             failures = [why for why, _ in results if why]
-            print(
+            said = [
                 f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
                 installed.output.strip().split("\n")[-1],
                 failures[0] if failures else "all as described",
-                sep="\n  -> ",
-            )
+            ]
+            print(*filter(None, said), sep="\n  -> ")
             if not failures:
                 if keep is not None:
                     keep_environment(Path(root, ".venv"), Path(keep), files)

@@ -184,6 +184,11 @@ def test_settings_of_effort_and_the_careful_expert_are_numbers_of_their_own(tmp_
     assert one["settings"]["high"]["levels"][3]["effort_ratio"] == pytest.approx(2.0)
     assert one["overall"]["effort_ratio"] == pytest.approx(39 / 30) and one["overall"]["tasks"] == 3
     assert numbers["careful"]["overall"]["tokens"] == 30
+    # What does not fit the limits of the careful expert says nothing of what the task needs.
+    careful[2]["solved"] = False
+    one = evaluation.summarize_policies({"one": records}, careful)["policies"]["one"]
+    assert one["overall"]["effort_ratio"] == pytest.approx(19 / 12)
+    assert "effort_ratio" not in one["levels"][3]
 
     # The table and the figures.
     text = policy_report.write_report(numbers, tmp_path, "eval.json")
@@ -765,7 +770,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
         (["{run}", "--out={here}/file"], "file"),
         (["{damaged}"], "damaged"),
-        (["--number=2"], "required: runs"),
+        (["--number=2"], "which runs?"),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(

@@ -97,6 +97,7 @@ def refused(arguments, capsys):
     "flag, words",
     [
         ("--feedbak=0", "did you mean --feedback?"),
+        ("steps=3", "did you mean --steps?"),
         ("pretrain", "unrecognized arguments: pretrain"),
         ("--ste", "unrecognized arguments: --ste"),
         ("--lr", "expected one argument"),
@@ -202,7 +203,7 @@ def test_a_run_that_is_older_than_a_flag_has_its_default_and_goes_on(run, capsys
     capsys.readouterr()
     train.main(words)
     assert "sft: finished already" in capsys.readouterr().out
-    said = "was made with mtp=False, not True: take another --out"
+    said = "was made with mtp=0, not 1: take another --out"
     assert said in refused([*words, "--mtp"], capsys)
 
 
@@ -215,12 +216,19 @@ def test_every_rank_gets_as_many_windows():
 
 def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsys):
     before = (run / "sft" / "manifest.json").stat().st_mtime_ns
-    assert "demos=12, not 13" in refused(
-        [*SMALL, "--stage=sft", "--steps=2", f"--out={run}", "--demos=13"], capsys
-    )
-    # the same command: finished already
-    train.main([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"])
+    for stage, value, words in (
+        ("sft", "--demos=13", "demos=12, not 13: take another --out"),
+        ("pretrain", "--data=", f'data={Path(json.__file__).parent}, not "": take another'),
+    ):
+        given = [*SMALL, f"--stage={stage}", "--steps=2", f"--out={run}", value]
+        assert words in refused(given, capsys)
+    # the same command, finished already; also with other values of what this stage does not read
+    for more in ([], ["--feedback=0.5", "--kl_coef=1"]):
+        train.main([*SMALL, "--stage=sft", "--steps=2", f"--out={run}", *more])
     assert (run / "sft" / "manifest.json").stat().st_mtime_ns == before
+    # A checkpoint is no folder for a run.
+    words = [*SMALL, "--stage=rl", f"--start_from={run}", f"--out={run}/sft"]
+    assert "is a checkpoint" in refused(words, capsys)
 
 
 @pytest.mark.parametrize(
