@@ -242,7 +242,9 @@ def draw_effort(policies, careful, path):
             needed = [careful["levels"].get(level) for level in policy["levels"]]
             tokens = [row["tokens"] if row else math.nan for row in needed]
             ax.plot(range(len(tokens)), tokens, "k--", label="careful expert")
-        ax.set_xticks(range(len(policy["levels"])), list(policy["levels"]))
+        # Levels of other kinds are not simply harder ones: what they ask for stands at the axis.
+        said = [f"{level}: {row['label']}" for level, row in policy["levels"].items()]
+        ax.set_xticks(range(len(said)), said, rotation=40, ha="right", fontsize=7)
         ax.set(title=name, xlabel="level of the task")
         ax.legend(fontsize=8)
         highest = max(highest, ax.get_ylim()[1])
@@ -256,7 +258,7 @@ def draw_score(policies, careful, path):
     """Solved against tokens and against median cost: a line for each policy over its settings of
     effort, with 95 % intervals, and a star for the careful expert. careful: its numbers or None"""
     figure, (left, right) = drawing.make_axes(
-        "What does a solved task cost?", "sampled tokens per task", "solved", 2
+        "What does a task cost, and is it solved?", "sampled tokens per task", "solved", 2
     )
     # only now: make_axes says which backend matplotlib takes when it is first imported
     from matplotlib import ticker
@@ -288,7 +290,8 @@ def draw_score(policies, careful, path):
     for ax in (left, right):
         ax.set_xscale("log")
         # The range is often less than a factor of ten, which has no tick of its own.
-        ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        ax.margins(x=0.12)
+        ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
         ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
         ax.set_ylim(-0.03, 1.05)
