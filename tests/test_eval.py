@@ -187,7 +187,7 @@ def test_settings_of_effort_and_the_careful_expert_are_numbers_of_their_own(tmp_
     # What does not fit the limits of the careful expert says nothing of what the task needs.
     careful[2]["solved"] = False
     one = evaluation.summarize_policies({"one": records}, careful)["policies"]["one"]
-    assert one["overall"]["effort_ratio"] == pytest.approx(19 / 12)
+    assert one["overall"]["effort_ratio"] == pytest.approx(18 / 12)
     assert "effort_ratio" not in one["levels"][3]
 
     # The table and the figures.
