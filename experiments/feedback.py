@@ -7,12 +7,11 @@ hints. The habit that feedback is to remove is a call to a tool that is not ther
     with targeted feedback        the default run
 
     python -m experiments.feedback
-    python -m experiments.feedback --seeds=1337,1,2,3,4,5    # 2 hours
 
 The table's last part has a line for each run, with what the whole default run took.
 
-Found (commit 64afacc, six seeds): wrong tools go from .377 of the held-out rollouts to .017, by the
-reward alone to .376. Solved .958, and .891 by the reward alone. Figure: figures/feedback.png.
+Found (seeds 1337, 1, 2): wrong tools go from .399 of the held-out rollouts to .034, by the reward
+alone to .408. Solved .892, and .890 by the reward alone. Figure: figures/feedback.png.
 """
 
 import json
