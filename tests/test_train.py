@@ -1324,7 +1324,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
     for words, says in (
         ("--steps=3", "--steps does nothing beside --export"),
         (f"--init_from={published}", "--init_from does nothing"),
-        ("--stage=long", "out/long: not a complete checkpoint"),
+        ("--stage=long", "out/long: no such folder"),
         ("--weight_dtype=fp8", "float32, bfloat16"),
     ):
         assert says in refused([out, f"--export={tmp_path}/no", words], capsys)
