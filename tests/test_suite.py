@@ -632,7 +632,7 @@ def test_a_suite_that_is_slow_only_where_its_calls_are_traced_is_refused_as_slow
     "words, says",
     [
         (["synth_tasks.py", "--check=EMPTY"], "holds no tasks"),
-        (["eval.py"], "required: runs"),
+        (["eval.py"], "which runs?"),
         (["synth_tasks.py", "--keep=x"], "--autoinstall"),
         (["synth_tasks.py", "--repo=.", "--autoinstall", "--keep="], "needs a folder"),
     ],
