@@ -593,8 +593,9 @@ def wrong_tools(tokenizer, rollouts, targets, logits):
     first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}
     wrong = 0.0
     for n in names.tolist():
-        good = {first[name] for name in rollouts[targets.student_row[n]].task.tools}
-        wrong += float(logits[n].softmax(-1)[list({*first.values()} - good)].sum())
+        offered = {first[tool] for tool in rollouts[targets.student_row[n]].task.tools}
+        not_offered = list({*first.values()} - offered)
+        wrong += float(logits[n].softmax(-1)[not_offered].sum())
     return wrong / len(names)
 
 
@@ -678,16 +679,15 @@ def demo():
 
     # What does the policy do where it reads the hints? The student can hardly come further.
     _, targets = pack_both(held_out)
-    told = wrong_tools(tokenizer, held_out, targets, Teacher(model, "current")(targets))
-    print(f"told    wrong tools {told:.3f}  (the same policy, reading the hints)")
+    hinted = wrong_tools(tokenizer, held_out, targets, Teacher(model, "current")(targets))
+    print(f"hinted  wrong tools {hinted:.3f}  (the same policy, reading the hints)")
 
     # The cure
     curve = distill(model, tokenizer, rollouts, held_out)
     for step, (wrong, moved) in curve.items():
         print(f"step {step:2}  wrong tools {wrong:.3f}  other tokens moved {moved:.4f}")
-    draw_hint(names, kl, taught, curve, told, path)
-    print(f"20 steps of distilling such calls took wrong tools from {curve[0][0]:.3f} to")
-    print(f"{curve[20][0]:.3f}, with no hint in the context. Figure: {path}")
+    draw_hint(names, kl, taught, curve, hinted, path)
+    print(f"20 steps of distilling such calls: {curve[0][0]:.3f} to {curve[20][0]:.3f}; see {path}")
 
 
 def main(argv):

@@ -787,6 +787,11 @@ def demo():
 
 
 # ---------------------------------------------------------------- command line
+def list_counts(counts):
+    """{name: number} -> text, such as `3 function, 1 gone`"""
+    return ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
+
+
 def main():
     # The commands that make no tasks: check a file, show the demo, install a repository.
     flags = read_flags()
@@ -811,9 +816,6 @@ def main():
         flags.jobs,
         flags.time_limit,
     )
-
-    def list_counts(counts):
-        return ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
 
     kinds = list_counts(Counter(task.meta["kind"] for task in tasks))
     lengths = sorted(len(task.problem_statement) for task in tasks)

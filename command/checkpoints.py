@@ -706,7 +706,9 @@ def check_same_values(config, out, origin, begun):
         if origin:
             start = begun["config"]["start_from"] or config.out
             again = f" (--stage={config.stage} --start_from={start} begins where it began)"
-        was, now = (write_value(value) or '""' for value in (made, getattr(config, name)))
+        # An empty text is shown as one.
+        was = write_value(made) or '""'
+        now = write_value(getattr(config, name)) or '""'
         usage_error(f"{out} was made with {name}={was}, not {now}: take another --out{again}")
 
 

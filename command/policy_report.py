@@ -243,8 +243,11 @@ def draw_effort(policies, careful, path):
             tokens = [row["tokens"] if row else math.nan for row in needed]
             ax.plot(range(len(tokens)), tokens, "k--", label="careful expert")
         # Levels of other kinds are not simply harder ones: what they ask for stands at the axis.
-        said = [f"{level}: {row['label']}" for level, row in policy["levels"].items()]
-        ax.set_xticks(range(len(said)), said, rotation=40, ha="right", fontsize=7)
+        # Given tasks have a level alone.
+        names = []
+        for level, row in policy["levels"].items():
+            names.append(f"{level}: {row['label']}" if row["label"] else str(level))
+        ax.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=7)
         ax.set(title=name, xlabel="level of the task")
         ax.legend(fontsize=8)
         highest = max(highest, ax.get_ylim()[1])

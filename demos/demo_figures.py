@@ -75,10 +75,10 @@ def draw_kl_variances(kl, variances, path):
     save_figure(figure, path)
 
 
-def draw_hint(names, kl, taught, curve, told, path):
+def draw_hint(names, kl, taught, curve, hinted, path):
     """names, kl, taught (N,): the tokens of a turn, the hint's KL at each, is it in the loss? curve
-    {step: (probability of the wrong tools, KL of all other tokens)}; told: the same probability
-    where the policy reads the hints"""
+    {step: (probability of the wrong tools, KL of all other tokens)}; hinted: the same
+    probability where the policy reads the hints"""
     # Left: the divergence at each token.
     title = "Where the hint disagrees (red: in the loss)"
     figure, (left, right) = make_axes(title, "", "KL(student | teacher), nats", 2)
@@ -91,7 +91,8 @@ def draw_hint(names, kl, taught, curve, told, path):
     labels = ("wrong tools", "KL of other tokens")
     for name, values in zip(labels, zip(*curve.values())):
         right.plot(list(curve), values, label=f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
-    right.axhline(told, color="gray", linestyle="--", label=f"wrong tools, with hint: {told:.3f}")
+    label = f"wrong tools, with hint: {hinted:.3f}"
+    right.axhline(hinted, color="gray", linestyle="--", label=label)
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)", xticks=list(curve))
     right.set_title("What the student does without the hint")
     right.legend(frameon=False, fontsize=8, loc="center right")

@@ -799,9 +799,9 @@ def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
         line[:7]: [float(word) for word in re.findall(r"\d\.\d+", line)]
         for line in done.stdout.splitlines()
     }
-    (told,), first, last = (numbers[line] for line in ("told   ", "step  0", "step 20"))
+    (hinted,), first, last = (numbers[line] for line in ("hinted ", "step  0", "step 20"))
     # Without the hint the student comes to where the policy is that reads it, which is the oracle.
-    assert first[0] > 0.1 and told < 0.4 * first[0] and last[0] < told + 0.15 * first[0]
+    assert first[0] > 0.1 and hinted < 0.4 * first[0] and last[0] < hinted + 0.15 * first[0]
     assert first[1] == 0 < last[1] < 0.1
     assert (
         tmp_path / "out/feedback.png"
