@@ -224,13 +224,6 @@ def effort_budget(window, turns):
     return BUDGET_SHARE * compute_effort(counts)
 
 
-def linear_price(price, x):
-    """The linear price that charges as much at effort x as this one, x at most the budget. A fair
-    ablation compares a concave price with this."""
-    weight = float(price.cost(x)) * price.budget / x
-    return replace(price, weight=weight, q=0.0)
-
-
 # ---------------------------------------------------------------- demo
 
 
@@ -274,8 +267,9 @@ def demo():
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(price)
 
-    # The settings, and a straight line
-    prices = {"linear, as medium at x=9": linear_price(price, 9)}
+    # The settings, and the straight line that charges as much as medium at an effort of 9
+    slope = float(price.cost(9)) / 9
+    prices = {"linear, as medium at x=9": replace(price, weight=slope * price.budget, q=0.0)}
     for setting, weight in read_price_weights(PRICE_WEIGHTS).items():
         prices[f"Effort: {setting}"] = replace(price, weight=weight)
     path, x = "out/length_penalty.png", np.linspace(0, 30, 400)

@@ -109,7 +109,7 @@ class Tokenizer:
 
     def state_dict(self):
         """What a checkpoint keeps of it: the arguments that make it again"""
-        return {"ranks": self.ranks}
+        return {"ranks": self.ranks, "pattern": self.pattern}
 
     # ---- the form of a conversation: [role] body <|end|>
 
@@ -986,7 +986,7 @@ def demo(effort):
     # The policy of the default run (python -m command.assets), and a task that it has not seen
     torch.set_num_threads(1)
     model, extra = load_model(Path(__file__).parent / "assets" / "rl")
-    tokenizer = Tokenizer(extra["tokenizer"]["ranks"])
+    tokenizer = Tokenizer(**extra["tokenizer"])
     task = ask_for(make_task(4, 3, "heldout"), effort)
     limits = Limits(extra["config"]["window"], 16)
 

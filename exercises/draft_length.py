@@ -56,7 +56,7 @@ def policy():
     torch.set_num_threads(1)
     model, extra = load_model("assets/sft")
     model = fast.accelerate(model.requires_grad_(False))
-    return model, Tokenizer(extra["tokenizer"]["ranks"])
+    return model, Tokenizer(**extra["tokenizer"])
 
 
 class Counting(sampler.Sampler):

@@ -90,7 +90,7 @@ class Chat:
         def has(*texts):
             return set(re.findall(CONTROL, "".join(texts))) <= known
 
-        if has(*self.call, self.opening):
+        if has(*self.call, self.opening, self.user, self.assistant, *self.tool):
             return self
         if has(self.user, self.assistant):
             return replace(self, opening="", call=())

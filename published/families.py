@@ -173,19 +173,19 @@ def read_config(path):
     else:
         own = gqa_settings(settings, family, layers)
     own |= rope_settings(settings, mla=family == "deepseek_v3")
+    own |= dict(
+        vocab=settings.integer("vocab_size", high=1 << 24),
+        dim=settings.integer("hidden_size"),
+        layers=layers,
+        heads=settings.integer("num_attention_heads", high=1 << 12),
+        dense_ffn=settings.integer("intermediate_size"),
+        tie=settings.flag("tie_word_embeddings", False),
+        norm_eps=settings.number("rms_norm_eps", 1e-6, 0, 1),
+    )
     try:
-        config = VariantConfig(
-            vocab=settings.integer("vocab_size", high=1 << 24),
-            dim=settings.integer("hidden_size"),
-            layers=layers,
-            heads=settings.integer("num_attention_heads", high=1 << 12),
-            dense_ffn=settings.integer("intermediate_size"),
-            tie=settings.flag("tie_word_embeddings", False),
-            norm_eps=settings.number("rms_norm_eps", 1e-6, 0, 1),
-            **own,
-        )
+        config = VariantConfig(**own)
     except ValueError as error:
-        # VariantConfig refuses sizes that do not go together.
+        # VariantConfig refuses sizes that do not go together. It knows no file.
         raise ValueError(f"{path}: {error}") from None
     return config, settings, prefix
 
@@ -411,10 +411,6 @@ def config_json(config):
     instance of, as a dict. A ValueError where there is none."""
     # 1) The architecture
     config = as_variant(config)
-    if config.mtp:
-        raise ValueError(
-            "no published architecture has this drafting head: export the model without it (mtp=0)"
-        )
     family = find_family(config)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -517,9 +513,10 @@ def rope_json(config):
         attention_factor=config.yarn_amplitude,
     )
 
-    # The temperature on the scores, where there is one. Both coefficients are written, since with
-    # one readers differ. The other one gives the amplitude to those that know no attention_factor.
-    if config.attention == "mla" and config.yarn_mscale:
+    # The temperature on the scores, where there is one (at a factor of 1 it is 1). Both
+    # coefficients are written, since with one readers differ. The other one gives the amplitude to
+    # those that know no attention_factor.
+    if config.attention == "mla" and config.yarn_mscale and config.yarn_factor != 1:
         mscale = config.yarn_mscale
         if config.yarn_amplitude != 1:
             whole = config.yarn_amplitude * yarn_mscale(mscale, config.yarn_factor)
@@ -574,6 +571,9 @@ def hf_tensor_map(config, state):
     theirs). Our stack of experts is one tensor per expert there, and our wk_b and wv_b are both cut
     from their kv_b_proj. state: the model's state dict, of which only the shapes count."""
     for name, tensor in state.items():
+        # No published architecture has this drafting head. The model is the same without it.
+        if name.startswith("mtp."):
+            continue
         shape = tuple(tensor.shape)
         if name in TOP:
             # A head that is tied to the embedding is not stored.

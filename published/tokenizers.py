@@ -317,6 +317,8 @@ def make_tokenizer(ranks, pattern=SPLIT, special=None, **settings):
     special tokens among them or, in an export, the transcript's own."""
     own = {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
     if (special or own) == own:
+        changed = [name for name in ("nfc", "before") if settings.get(name)]
+        require(not changed, "the transcript's own tokens, and a text that is changed before")
         return Tokenizer(ranks, pattern)
     return PublishedTokenizer(ranks, special, pattern, **settings)
 
@@ -352,6 +354,7 @@ def read_tokenizer(folder, vocab):
     folder = Path(folder)
     try:
         # 1) The vocabulary, by its format.
+        refuse_unknown_calls(folder)
         named = read_named_tokens(folder)
         if (folder / "tiktoken.model").is_file():
             found = read_tiktoken(folder, named)
@@ -368,6 +371,16 @@ def read_tokenizer(folder, vocab):
         raise ValueError(
             f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}"
         ) from None
+
+
+def refuse_unknown_calls(folder):
+    """Raises a ValueError where the chat template writes calls as Qwen3-Coder does. Its control
+    tokens are those of Qwen3, so they do not tell the two apart, and no call could be read."""
+    template = str(read_json(folder / "tokenizer_config.json", {}).get("chat_template", ""))
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        template += path.read_text(encoding="utf-8")
+    require("<function=" not in template, "its calls, <function=...>, are not known here")
 
 
 def read_named_tokens(folder):
@@ -448,9 +461,9 @@ def read_tokenizer_json(folder, named):
     ranks = read_ranks(model["vocab"], model["merges"], special)
 
     # 4) A word that was added without being special is text there, and has its own id in every text
-    #    that holds it. Controls begin with a sign, like <tool_call>, whether special or not.
+    #    that holds it. Controls, like <tool_call>, stand in no text, whether special or not.
     for token in raw.get("added_tokens") or []:
-        control = token.get("special") or not re.match(r"\s*\w", token["content"])
+        control = token.get("special") or re.fullmatch(r"[<\[]\S+[>\]]", token["content"])
         require(control, f"the word {token['content']!r:.40} was added as a token of its own")
 
     # 5) Special tokens that stand in another file.

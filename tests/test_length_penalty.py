@@ -145,14 +145,6 @@ def test_weight_zero_leaves_the_reward_and_q_zero_is_linear():
     assert lp.Price(0.4, q=0).shape_reward(1.0, 12) == pytest.approx(1 - 0.4 * 12 / 80)
 
 
-def test_the_linear_price_costs_the_same_at_the_chosen_effort_and_more_beyond():
-    price = lp.Price(0.2)
-    linear = lp.linear_price(price, 9)
-    assert linear.shape_reward(1, 9) == pytest.approx(price.shape_reward(1, 9))
-    assert linear.shape_reward(1, 40) < price.shape_reward(1, 40)
-    assert linear.shape_reward(1, 5) > price.shape_reward(1, 5)
-
-
 def test_a_flag_is_one_weight_or_one_for_each_setting():
     assert lp.read_price_weights("0.6,0.2,0") == {"low": 0.6, "medium": 0.2, "high": 0.0}
     assert lp.read_price_weights("0.2") == {"": 0.2} == lp.read_price_weights(0.2)

@@ -14,6 +14,7 @@ import torch
 import fast
 import feedback_distill
 from eval import logprob_gaps
+from published import chat
 from published.tokenizers import (
     complete_special,
     make_tokenizer,
@@ -1004,9 +1005,9 @@ def test_special_tokens_that_another_file_names_are_special(file, tmp_path):
         read_tokenizer(folder, first + 40)
 
 
-@pytest.mark.parametrize("word", ["kubernetes", " pod", "n+1"])
+@pytest.mark.parametrize("word", ["kubernetes", " pod", "n+1", "    ", "->", "...", "_x"])
 def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tmp_path):
-    """There every text that holds it has its id. Behind a sign it is a control token, special or
+    """There every text that holds it has its id. Between brackets it is a control token, special or
     not."""
     raw = json.loads((folder_of(tmp_path) / "tokenizer.json").read_text())
     *others, last = raw["added_tokens"]
@@ -1016,6 +1017,41 @@ def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tm
     added = [*others, {**last, "special": False}]
     ours = read_tokenizer(folder_of(tmp_path, added_tokens=added), len(RANKS) + 40)
     assert ours.special["</tool_call>"] == last["id"]
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_model_that_writes_calls_otherwise_than_its_tokens_say_is_refused(file, tmp_path):
+    folder, template = folder_of(tmp_path), "<tool_call>\n<function={{ name }}>\n<parameter=x>"
+    if file == "tokenizer_config.json":
+        template = json.dumps({"chat_template": template})
+    (folder / file).write_text(template)
+    with pytest.raises(ValueError, match="<function=...>, are not known here"):
+        read_tokenizer(folder, len(RANKS) + 40)
+
+
+def test_a_family_is_known_by_the_tokens_of_all_that_it_writes():
+    for family, names in NAMES.items():
+        form = chat.find_chat(set(names))
+        for text in (form.user, form.assistant, *form.tool) if form.call else ():
+            for control in re.findall(chat.CONTROL, text):
+                without = chat.find_chat(set(names) - {control})
+                optional = control in ("<tool_response>", "</tool_response>")
+                assert (without == form) == optional, (family, control)
+
+
+def test_our_own_tokens_before_a_text_that_is_changed_are_refused(tmp_path):
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    write_tokenizer(tokenizer, tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**raw, "normalizer": {"type": "NFC"}}))
+    with pytest.raises(ValueError, match="changed before"):
+        read_tokenizer(tmp_path, tokenizer.vocab)
+
+
+def test_a_checkpoint_keeps_the_pattern_that_cuts_a_text():
+    tokenizer = make_tokenizer(RANKS, pattern=r"\S+|\s+")
+    again = make_tokenizer(**tokenizer.state_dict())
+    assert again.encode("ab1 12") == tokenizer.encode("ab1 12") and again.pattern == r"\S+|\s+"
 
 
 def test_what_a_server_drops_and_closes_up_when_it_decodes_is_no_part_of_a_call(tmp_path):

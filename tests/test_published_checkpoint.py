@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -540,19 +541,23 @@ def test_a_bf16_model_keeps_its_bits_and_its_fp32_router_bias(tmp_path):
 
 
 def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
-    model = Model(
-        ModelConfig(
-            vocab=64,
-            dim=32,
-            layers=2,
-            q_lora=16,
-            kv_lora=16,
-            dense_ffn=32,
-            expert_ffn=16,
-            yarn_factor=2.0,
-            context=32,
-        )
+    """A head that drafts stays behind: no published architecture has it, and nothing else changes
+    without it."""
+    config = ModelConfig(
+        vocab=64,
+        dim=32,
+        layers=2,
+        q_lora=16,
+        kv_lora=16,
+        dense_ffn=32,
+        expert_ffn=16,
+        yarn_factor=2.0,
+        context=32,
     )
+    model, drafting = Model(config), Model(replace(config, mtp=1))
+    drafting.load_state_dict(model.state_dict(), strict=False)
+    write_checkpoint(tmp_path / "drafting", drafting)
+    equal(load_model(tmp_path / "drafting").state_dict(), model.state_dict())
     torch.nn.init.normal_(model.head.weight)
     write_checkpoint(tmp_path / "out", model)
     again = load_model(tmp_path / "out")
@@ -574,7 +579,6 @@ def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
             scoring="softmax",
             shared=0,
         ),
-        dict(mtp=1),
     ):
         with pytest.raises(ValueError, match="no published architecture"):
             write_checkpoint(tmp_path / "odd", config_of(odd).build_model())
@@ -1092,6 +1096,16 @@ def test_both_coefficients_give_the_amplitude_that_attention_factor_says(tmp_pat
         config = families.read_config(tmp_path / "config.json")[0]
         written = families.config_json(config)["rope_scaling"]
         assert {key: written[key] for key in scaling} == pytest.approx(scaling)
+
+
+def test_an_amplitude_on_a_window_that_is_not_stretched_is_written_and_read_again(tmp_path):
+    """At a factor of 1 no coefficients give it: it stands alone."""
+    scaling = dict(YARN, factor=1.0, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2)
+    (tmp_path / "config.json").write_text(json.dumps(dict(MLA, rope_scaling=scaling)))
+    config = families.read_config(tmp_path / "config.json")[0]
+    (tmp_path / "config.json").write_text(json.dumps(families.config_json(config)))
+    again = families.read_config(tmp_path / "config.json")[0]
+    assert again.yarn_amplitude == 1.2 and replace(again, yarn_mscale=1.0) == config
 
 
 def test_a_tensor_nobody_asked_for_is_named(tmp_path):
