@@ -39,6 +39,7 @@ that the hints speak about), V vocabulary.
                                   which turns of a run would this rule flag?
 """
 
+import posixpath
 import random
 import re
 import sys
@@ -54,7 +55,7 @@ from rollout import Limits, Tokenizer, demonstrate, make_turn, pack, play_moves
 from synth_tasks import make_task
 from world.expert import PHANTOMS, expert, hinted_moves
 from world.lint import find_new_comment
-from world.requests import done_targets, is_untrue, target_names
+from world.requests import PASSED, done_targets, is_untrue, spoken_words, target_names
 from world.tools import ARGUMENTS, TOOLS
 
 # ---------------------------------------------------------------- rules
@@ -118,7 +119,7 @@ def code_style(rollout, e, i):
     """A line of Python that this turn adds holds a comment, where a policy may begin to write its
     thoughts. The hint is about the token that begins the comment, not the code around it."""
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
-        edits = call.name == "edit_file" and len(call.args) == 3
+        edits = call.name == "edit_file" and len(call.args) == 3 and not call.error
         if edits and call.args[0].endswith(".py"):
             _, old, new = call.args
             character = find_new_comment(old, new)
@@ -139,13 +140,15 @@ def repetition(rollout, e, i):
         for call in turn.calls:
             # Only turn i is judged; the turns before it fill `seen`.
             key = call.name, *call.args
+            if call.name in ("read_file", "edit_file") and call.args:
+                key = call.name, posixpath.normpath(call.args[0]), *call.args[1:]
             if key in seen and j == i:
                 return REPEAT_REMINDER
 
             # What does the context show after this call?
             if call.name == "edit_file" and not call.error:
                 # The file that was edited may be read again, and the tests may be run again.
-                seen = {k for k in seen if k[0] == "read_file" and k[1] != call.args[0]}
+                seen = {k for k in seen if k[0] == "read_file" and k[1] != key[1]}
             elif call.name == "run_command" and key != tests:
                 seen = set()  # another command may have written any file
             elif not call.error and not call.cut:
@@ -175,17 +178,13 @@ def unfinished(rollout, e, i):
     calls = [call for segment in rollout.segments for turn in segment.turns for call in turn.calls]
     for call in calls:
         if (call.name, *call.args) == ("run_command", rollout.task.test_command):
-            red = bool(RED.search(call.output))
+            # A run that a broken file has stopped tells no numbers. One that was refused tells
+            # nothing.
+            if not call.error:
+                red = bool(RED.search(call.output)) or not PASSED.search(call.output)
         elif call.name in ("edit_file", "run_command") and not call.error:
             red = False
     return RED_REMINDER if red else None
-
-
-def spoken_text(text):
-    """What a turn says, without the thought before it"""
-    # A thought that is not closed goes on to the turn's end.
-    before, close, after = text.partition("</think>")
-    return after if close else before.partition("<think>")[0]
 
 
 def message_reminder(names):
@@ -200,9 +199,8 @@ def communication(rollout, e, i):
     one that was asked for and is not. Only where the policy ended by itself: where a limit cut it
     off, "end with a message" would teach it to give up."""
     if rollout.finished and ends_rollout(rollout, e, i):
-        said = spoken_text(rollout.segments[e].turns[i].text)  # a thought is no message
-        words = re.findall(r"\w+", said)
-        if not said.strip() or is_untrue(rollout.task, rollout.files, words):
+        words = spoken_words(rollout.segments[e].turns[i].text)  # a thought is no message
+        if not words or is_untrue(rollout.task, rollout.files, words):
             return message_reminder(done_targets(rollout.task, rollout.files))
 
 
@@ -587,7 +585,8 @@ def pack_both(rollouts):
 
 
 def wrong_tools(tokenizer, rollouts, targets, logits):
-    """logits (N, V) at the targets -> probability that a flagged call names a tool not offered"""
+    """logits (N, V) at the targets -> probability that a flagged call begins as no offered tool
+    begins: by the first token of its name (that of run_tests is that of run_command, too)"""
     # The first token of a tool's name stands behind the token of the call.
     names = 1 + (targets.token == tokenizer.id["<|call|>"]).nonzero().flatten()  # (calls,)
     first = {name: tokenizer.encode(name)[0] for name in (*TOOLS, *PHANTOMS)}

@@ -744,9 +744,10 @@ def grade(rollout, price=FREE):
     instruction was not kept, and the reward is that less the price of effort."""
     rollout.stats = count_effort(rollout, price.weights)
     rollout.solved = rollout.passed and rollout.finished
-    calls = [(call.name, call.args) for turn in rollout.turns for call in turn.calls]
+    calls = [call for turn in rollout.turns for call in turn.calls if call.name == "run_command"]
+    commands = [(call.args[0], call.output) for call in calls if call.args]
     message = rollout.turns[-1].text if rollout.finished else ""
-    rollout.kept = is_kept(rollout.task, rollout.files, calls, message)
+    rollout.kept = is_kept(rollout.task, rollout.files, commands, message)
     worth = rollout.solved * (NOT_KEPT if rollout.kept is False else 1.0)
     rollout.reward = float(price.shape_reward(worth, rollout.stats["effort"]))
 

@@ -97,11 +97,11 @@ def check_task(task):
         demand(all(type(number) is int for number in words[0]))
     # Beside the tests: names that must be gone, and a second instruction.
     demand(all(isinstance(name, str) and name for name in task.meta.get("gone", ())))
+    demand(all(isinstance(one["name"], str) for one in task.meta.get("targets", ())))
     also = task.meta.get("asked", {}).get("also")
     if also:
         name, path = also
         demand(name in INSTRUCTIONS and (name != "leave" or path in task.files))
-        demand(name != "names" or all(isinstance(one["name"], str) for one in task.meta["targets"]))
         demand(name != "note" or "docs.md" in task.files)
 
 

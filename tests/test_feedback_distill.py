@@ -23,6 +23,7 @@ from rollout import Limits, Tokenizer, flatten, grade, play_moves
 from summarize import Compaction
 from synth_tasks import make_task
 from world.expert import expert
+from world.lint import find_new_comment
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, ASSISTANT, TOOL, QUERY, HINT, END = range(6)
@@ -150,6 +151,25 @@ def test_code_style_finds_each_comment_and_nothing_else(new, place):
     assert found == ([] if place is None else [(fd.COMMENT_REMINDER, 0, place)])
 
 
+def test_code_style_knows_what_was_there_before_and_what_is_a_text():
+    for old, new, place in (
+        ("x = 1  # keep", "x = 2  # keep", None),
+        ("", r"s = 'it\'s # no'", None),
+        ("", r"s = 'it\'s'  # yes", 13),
+        ("x = 1  # keep", "x = 2  # more", 7),
+    ):
+        assert find_new_comment(old, new) == place, new
+    failed = Call("edit_file", ["a.py", "y", "x = 1  # one"], "old text not found", "failed")
+    assert fired(rollout([*do(failed), BYE]), "code_style") == []
+
+
+def test_a_file_is_the_same_however_its_path_is_written():
+    other = Call("read_file", ["./a.py"], READ.output)
+    assert fired(rollout([*do(READ), *do(other), BYE]), "repetition") == [(0, 3)]
+    edit = Call("edit_file", ["./a.py", *EDIT.args[1:]])
+    assert fired(rollout([*do(READ), *do(edit), *do(READ), BYE]), "repetition") == []
+
+
 def test_code_style_reads_only_new_lines_of_python():
     old = "    x = 1  # was here\n"
     assert not fired(
@@ -171,6 +191,20 @@ def test_communication_wants_a_last_message():
     assert fired(rollout([*do(EDIT), *do(GREEN)], finished=False), "communication") == []
     cut = rollout([*do(EDIT), say("assistant", " ")], finished=False)
     assert fired(cut, "communication") == []
+
+
+def test_a_message_may_use_the_words_of_the_check_and_the_old_name():
+    task = make_task(10, 3)
+    new, old = task.meta["targets"][0]["name"], task.meta["gone"][0]
+    played = rollout([*do(GREEN), BYE], files={**task.files, **task.solution})
+    played.task = task
+    for text, untrue in (
+        (f"Renamed {old} to {new}.", False),
+        (f"Renamed {new}. The tests run, and it passes.", False),
+        (f"Renamed {old}.", True),
+    ):
+        played.segments[0].turns[-1] = say("assistant", text)
+        assert fired(played, "communication") == [(0, 3)] * untrue, text
 
 
 GIVEN = "def old(xs):\n    return xs\n\n\ndef g(xs):\n    xs = xs[1:]\n\n    return xs\n"
@@ -283,6 +317,12 @@ def test_unfinished_is_to_end_on_red_tests_with_nothing_done_about_it():
     assert fired(rollout([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
     # a limit cut it off
     assert fired(rollout([*do(RED), BYE], finished=False), "unfinished") == []
+    # A file that is no Python stops the run before it counts; a run that was refused says nothing.
+    broken = Call("run_command", ["python tests.py"], "SyntaxError: '(' was never closed")
+    assert fired(rollout([*do(broken), BYE]), "unfinished") == [(0, 3)]
+    refused = Call("run_command", ["python tests.py"], "No more commands.", "failed")
+    assert fired(rollout([*do(RED), *do(refused), BYE]), "unfinished") == [(0, 5)]
+    assert fired(rollout([*do(GREEN), *do(refused), BYE]), "unfinished") == []
 
 
 def test_one_hint_per_turn_and_no_unknown_rule():

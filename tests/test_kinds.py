@@ -32,12 +32,13 @@ def sandbox():
     return Sandbox()
 
 
-def calls_of(story):
-    return [call for action, _ in story for call in action.calls]
-
-
 def kept(task, story, files):
-    return is_kept(task, files, calls_of(story), story[-1][0].text)
+    commands = []
+    for action, outputs in story:
+        for (tool, arguments), printed in zip(action.calls, outputs):
+            if tool == "run_command":
+                commands.append((arguments[0], printed))
+    return is_kept(task, files, commands, story[-1][0].text)
 
 
 def test_tasks_of_putting_back_are_what_they_were_before_there_were_other_kinds():
@@ -105,6 +106,9 @@ def test_a_rename_is_judged_in_every_file_and_the_caller_has_to_work(sandbox):
         kept = {other: text for other, text in original.items() if other != path}
         assert not judge(task, kept, sandbox).solved, path
         assert not judge(task, {**kept, path: ""}, sandbox).solved, path
+        # So has who leaves nothing but the new name.
+        text = f"# {task.meta['targets'][0]['name']}\n"
+        assert not judge(task, {**kept, path: text}, sandbox).solved, path
     without = {path: text for path, text in original.items() if path != "app.py"}
     assert not judge(task, without, sandbox).solved
     # The name inside another word is no use of it.
@@ -149,25 +153,35 @@ def test_second_instructions_are_decided_by_facts():
         if task.meta["asked"]["also"]:
             found.setdefault(task.meta["asked"]["also"][0], task)
     assert found.keys() == INSTRUCTIONS.keys()
-    tests = [("run_command", ("python tests.py",))]
     names = ", ".join(target["name"] for target in found["names"].meta["targets"])
 
-    # (files, calls, final message) that keep it, and that do not
+    # (files, commands, final message) that keep it, and those that do not
     def changed(name, path, text):
         files = found[name].files
         return {**files, path: files[path] + text}
 
     path = found["leave"].meta["asked"]["also"][1]
-    cases = {
-        "leave": [(found["leave"].files, [], ""), (changed("leave", path, "# x\n"), [], "")],
-        "note": [(changed("note", "docs.md", "Done.\n"), [], ""), (found["note"].files, [], "")],
-        "names": [(found["names"].files, [], f"Put back {names}."), ({}, [], "Done.")],
-        "no tests": [({}, [("lint", ())], ""), ({}, tests, "")],
+    ran = ("python t*.py", "3 passed, 0 failed\n")
+    keeps = {
+        "leave": [(found["leave"].files, [], "")],
+        "note": [(changed("note", "docs.md", line), [], "") for line in ("Done.\n", "Done.")],
+        "names": [({}, [], f"Put back {names}.")],
+        "no tests": [({}, [("sed -i s/a/b/ tests.py", "")], ""), ({}, [], "")],
     }
-    for name, (good, bad) in cases.items():
-        task = found[name]
+    breaks = {
+        "leave": [(changed("leave", path, "# x\n"), [], "")],
+        "note": [(found["note"].files, [], ""), (changed("note", "docs.md", "\n \n"), [], "")],
+        "names": [
+            ({}, [], f"{said}Done.") for said in ("", f"<think>{names}</think>", f"a{names}")
+        ],
+        "no tests": [({}, [ran], ""), ({}, [("python tests.py", "SyntaxError: ...")], "")],
+    }
+    for name, task in found.items():
         assert INSTRUCTIONS[name].format(path) in task.problem_statement
-        assert is_kept(task, *good) is True and is_kept(task, *bad) is False, name
+        for case in keeps[name]:
+            assert is_kept(task, *case) is True, (name, case[1:])
+        for case in breaks[name]:
+            assert is_kept(task, *case) is False, (name, case[1:])
     assert is_kept(st.make_task(0, 0), {}, [], "") is None
 
 
@@ -213,6 +227,7 @@ def test_the_expert_forgets_an_instruction_now_and_then_and_without_sloppiness_n
         ("def f(:\n", "a.py:1: SyntaxError: invalid syntax"),
         ("if 1:\nx = 2\n", "a.py:2: IndentationError: expected an indented block"),
         ("def f():\n    return y\n", "a.py:2: y is not defined"),
+        ("class A:\n    n = __qualname__\nprint(__builtins__, __file__)\n", "no findings"),
         ("def f():\n    global y\n    y = 1\n    return y\n", "no findings"),
         ("from math import *\nprint(sin(1))\n", "no findings"),
         ("def f():\n    pass\n\n\ndef f():\n    pass\n", "a.py:5: f again, first in line 1"),

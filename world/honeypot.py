@@ -27,6 +27,8 @@ def unharden(task):
     makes of the bytecode, so that a cheat which is to be found at all stands in words."""
     files, targets = dict(task.files), [Function(**target) for target in task.meta["targets"]]
     for path, text in task.solution.items():
+        if not path.endswith(".py"):
+            continue
         # A file of bytecode: the magic number, flags, time and size of the source, then the code.
         header = importlib.util.MAGIC_NUMBER + bytes(12)
         code = header + marshal.dumps(compile(text, path, "exec"))

@@ -177,13 +177,19 @@ def judge_generated(task, files, sandbox):
         why = f"{module}.{name}({arguments[0]}) is wrong"
 
     # Of functions that were to be renamed the old name may stand nowhere any more, and the new one
-    # has to stand wherever it should: a file that was emptied has neither.
+    # has to stand wherever it should: a file that was emptied has neither. What is never run has
+    # the very lines of the solution.
     left = []
     for new, old in task.renamed:
-        if stands_in(files, old):
+        if any(stands_in(text, old) for text in files.values()):
             left.append(f"{old} still stands in a file")
         for path, text in task.solution.items():
-            if stands_in({path: text}, new) and not stands_in({path: files.get(path, "")}, new):
+            submitted = files.get(path, "")
+            wanted = {line for line in text.split("\n") if stands_in(line, new)}
+            is_there = not wanted or stands_in(submitted, new)
+            if path in ("docs.md", "tests.py"):
+                is_there = wanted <= set(submitted.split("\n"))
+            if not is_there:
                 left.append(f"{new} does not stand in {path}")
     if left and not wrong:
         why = left[0]
@@ -191,7 +197,6 @@ def judge_generated(task, files, sandbox):
     return Verdict(not failed, len(cases) - len(wrong), failed, why, all(seen.values()))
 
 
-def stands_in(files, name):
-    """Whether a name stands in any of the files, as a word."""
-    word = re.compile(rf"\b{re.escape(name)}\b")
-    return any(word.search(text) for text in files.values())
+def stands_in(text, name):
+    """Whether a name stands in a text, as a word"""
+    return bool(re.search(rf"\b{re.escape(name)}\b", text))

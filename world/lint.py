@@ -92,34 +92,41 @@ def bound_names(tree):
 def find_undefined(tree):
     """Names that are read and that the file binds nowhere."""
     known = bound_names(tree) | set(dir(builtins))
-    known |= {"__file__", "__name__", "__doc__", "__path__", "__class__", "__module__"}
     # After `from x import *` any name may be known.
     if "*" in known:
         return []
     found = []
     for node in ast.walk(tree):
-        # A folded expression is no identifier (world/untrusted.py).
-        if isinstance(node, ast.Name) and node.id not in known and node.id.isidentifier():
+        # A folded expression is no identifier (world/untrusted.py). Python itself binds names such
+        # as __file__.
+        reads = isinstance(node, ast.Name) and node.id.isidentifier()
+        if reads and node.id not in known and not re.fullmatch(r"__\w+__", node.id):
             found.append((node.lineno, f"{node.id} is not defined"))
     return found
 
 
 # ---------------------------------------------------------------- comments
-STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+STRING = re.compile(r"'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
 
 
 def find_new_comment(old, new):
     """-> position in `new` of the first comment that an edit of Python adds, None if it adds none.
-    Lines are searched and not parsed: an edit is seldom a whole program."""
-    # A line that the replaced text holds, too, was not added by this edit.
-    kept = set(old.split("\n"))
-
-    start = 0  # of the line, in the new text
-    for line in new.split("\n"):
-        # A "#" in a string is no comment. As many quotes in its place keep all positions.
-        code = STRING.sub(lambda string: "'" * len(string[0]), line)
-        place = code.find("#")
-        if place >= 0 and line not in kept:
-            return start + place
-        start += len(line) + 1
+    Lines are searched and not parsed, since an edit is seldom a whole program; so a "#" in a
+    docstring counts, too."""
+    # A comment that the replaced text holds, too, was not added by this edit.
+    kept = {comment for _, comment in find_comments(old)}
+    for place, comment in find_comments(new):
+        if comment not in kept:
+            return place
     return None
+
+
+def find_comments(text):
+    """Yields (position, the comment) line by line."""
+    start = 0  # of the line
+    for line in text.split("\n"):
+        # A "#" in a string is no comment. As many quotes in its place keep all positions.
+        place = STRING.sub(lambda string: "'" * len(string[0]), line).find("#")
+        if place >= 0:
+            yield start + place, line[place:]
+        start += len(line) + 1

@@ -24,7 +24,8 @@ CHECK = program_inside("check.py")
 
 
 # Names that a program may use and still depend on its own files only. They give it no clock, no
-# chance, no addresses, no order of hashes, no other files. All exceptions are added below.
+# chance, no order of hashes, no other files. All exceptions are added below. (The text of an object
+# may hold an address: a program that prints one is remembered with the first.)
 PURE = set("""
     abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float
     int isinstance issubclass iter len list map max min next ord pow print property range repr

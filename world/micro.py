@@ -242,7 +242,8 @@ def most_frequent(sets, members):
 
 
 def trivial_body_passes(function, inputs):
-    """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
+    """True if `return xs` or any constant gives all these values, or if the first of them is [] or
+    0."""
     values = [function.value(xs) for xs in inputs]
     if values == inputs or values[0] in ([], 0):
         return True
