@@ -455,9 +455,16 @@ def make_sampler(model, tokenizer, config, temperature):
 
 def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None, numbers=None):
     """`passes` rollouts of each task, with the limits and the summaries of this configuration ->
-    groups of rollouts, one for each task"""
+    groups of rollouts, one for each task. A task that asks for no effort is asked for the setting
+    in the middle."""
     if temperature is None:
         temperature = config["temperature"]
+    # A policy has seen no prompt without a setting of effort, if it was trained with any.
+    settings = settings_of(config)
+    middle = settings[len(settings) // 2]
+    tasks = [
+        task if "effort" in task.meta else length_penalty.ask_for(task, middle) for task in tasks
+    ]
     # The limits that the policy was trained with: others would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])

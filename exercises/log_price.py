@@ -1,7 +1,8 @@
 """2. A price that grows as the logarithm.   length_penalty.py, `Price`   one line
 
-C(x) has two knobs. At q = 1 it is ln(1 + k x) / k: the first unit costs as before, and a doubling
-of effort costs the same wherever it happens.
+C(x) has two knobs. At q = 1 it is ln(1 + k x) / k: it begins as steeply as before, and far from its
+beginning a doubling of effort costs the same wherever it happens. The price is C(x) over C(budget),
+so small efforts get dearer.
 
 Change the default of q.
 
@@ -18,7 +19,7 @@ import math
 import length_penalty
 
 
-def test_a_doubling_costs_the_same_wherever_it_happens():
+def test_far_from_the_beginning_a_doubling_costs_the_same_wherever_it_happens():
     price = length_penalty.Price(weight=0.9, budget=1000.0)
     steps = [price.cost(2 * x) - price.cost(x) for x in (100.0, 200.0, 400.0)]
     assert max(steps) - min(steps) < 0.001

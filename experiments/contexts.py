@@ -44,7 +44,7 @@ a token): it heeds that a hint stands there. Only the specification makes the ri
 (+.08 a token); a sibling and a demonstration make all text less likely. In RL (seed 1337, 20 steps,
 .51 solved before, .88 by the reward alone) teachers that read of tools remove wrong calls (.05 to
 .14 in the place of .39), also one that reads a wrong sentence (seeds 1337, 1, 2: .05, .03, .08, the
-right one .07, .04, .08); no words do not. Contexts that tell of an edit teach nothing at a weight
+right one .07, .03, .08); no words do not. Contexts that tell of an edit teach nothing at a weight
 of .03, where a sibling does harm (.49), and ruin the policy at .15 (.19 to .37 solved): it learns
 to write without a look what only its teacher has read. A larger model: not run.
 """

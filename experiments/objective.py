@@ -15,7 +15,7 @@ rollout's own length. Each of these is put in alone, and so is a third, the mask
 Found (commit 534553e or older): each has the fault that it is left out for, and what is solved
 (.744, .780, .758, .814) differs less than seeds do. Division by the deviation makes as much of the
 mild price of effort as of solving where a whole group is solved: a fifth of the tokens go. The
-other two let rollouts grow until .08 and .10 of them run into the limit, where it was .03. Figure:
+other two let rollouts grow until .06 and .08 of them run into the limit, where it was .03. Figure:
 figures/objective.png.
 """
 

@@ -80,7 +80,7 @@ def read_outcome(folder, experiment):
         end[f"{name}: first 5"] = learning_curves.mean_known(values[:5])
         end[f"{name}: last 5"] = learning_curves.mean_known(values[-5:])
         if name in HABITS:
-            end[f"{name}: tenth at"] = first_step_at_a_tenth(values)
+            end[f"{name}: tenth at"] = first_step_at(0.1, values)
     end |= experiment.more(folder, policies)
 
     # Numbers by level, after RL and where it began.
@@ -93,11 +93,12 @@ def read_outcome(folder, experiment):
     return result
 
 
-def first_step_at_a_tenth(values):
-    """The first step at which the running mean is at most a tenth of the first value. If there is
-    none: one step more than there were"""
+def first_step_at(share, values):
+    """The first step at which the running mean of five steps is at most this share of the first
+    five's. If there is none: one step more than there were"""
+    bar = share * learning_curves.mean_known(values[:5])
     for i, mean in enumerate(learning_curves.running_mean(values)):
-        if mean <= 0.1 * values[0] > 0:
+        if i >= 4 and mean <= bar:
             return i + 1
     return len(values) + 1
 

@@ -37,6 +37,7 @@ import synth_tasks
 from repositories.verdict import judge
 import train
 from command import checkpoints, failures
+from command.output_files import nan_for_null
 from sampling import graded_rollout
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
@@ -450,24 +451,45 @@ def test_the_scalar_takes_its_price_for_each_flagged_turn_off_the_reward():
 
 
 def test_the_constant_pushes_down_the_tokens_that_a_hint_speaks_about_and_no_other():
-    """With the weight of the distillation: --feedback / rollouts a token"""
+    """As much as the distillation weighs them: --feedback / max(rollouts, flagged tokens)"""
     opponents.constant()
-    stage = object.__new__(train.STAGE["rl"])
-    stage.run = SimpleNamespace(config=train.Config(feedback=0.0))
-    for played, hints in flagged_rollouts():
-        assert stage.find_hints(played) == hints
-        feedback_distill.attach_hints(BYTES, played, hints)
-        plain = pack(played.segments, [0.5] * len(played.segments))
-        pushed = rollout_module.pack(played.segments, [0.5] * len(played.segments))
-        difference = plain["advantage"] - pushed["advantage"]
-        for row, segment in enumerate(played.segments):
+    played = flagged_rollouts()
+    flagged = sum(hint.num_targets for hint in hints_of(played))
+    for num_rollouts in (1, 1000):
+        stage = object.__new__(train.STAGE["rl"])
+        stage.run = SimpleNamespace(
+            config=train.Config(feedback=0.0), sum=int, tokenizer=BYTES, device="cpu"
+        )
+        stage.num_rollouts = num_rollouts
+        assert [hint for one, _ in played for hint in stage.find_hints(one)] == [
+            hint for _, hints in played for hint in hints
+        ]
+        segments = [segment for segment, _ in stage.weigh_segments([[one for one, _ in played]])]
+
+        # The gradient of each sampled token's log-probability, without and with it
+        batch = {**pack(segments, [0.5] * len(segments)), "segments": segments}
+        found = []
+        for kind in (train.Reinforcement, train.STAGE["rl"]):
+            logp = batch["logprobs"].double().requires_grad_()
+            kind.policy_objective(stage, logp, batch, 7.0, None).backward()
+            found.append(logp.grad)
+        difference = found[1] - found[0]
+        for row, segment in enumerate(segments):
             places = difference[row].nonzero()[:, 0].tolist()
-            tokens = [int(plain["targets"][row, place]) for place in places]
+            tokens = [int(batch["targets"][row, place]) for place in places]
             taught = [hint.turn[hint.first : hint.end] for hint in segment.hints]
             assert tokens == [token for part in taught for token in part]
-            each = difference[row, places] / (128 * stage.loss_norm_length)
-            np.testing.assert_allclose(each, train.Config.feedback / 128, rtol=1e-5)
-        assert torch.equal(plain["mask"], pushed["mask"])
+        each = difference[difference != 0]
+        assert len(each) == flagged > 1
+        np.testing.assert_allclose(each, train.Config.feedback / max(num_rollouts, flagged), 1e-5)
+
+
+def hints_of(played):
+    """The splices of these rollouts' hints"""
+    for one, hints in played:
+        feedback_distill.attach_hints(BYTES, one, hints)
+        for segment in one.segments:
+            yield from segment.hints
 
 
 def group_with_a_wrong_edit():
@@ -578,9 +600,27 @@ def test_the_gap_of_a_context_is_the_difference_of_two_forwards():
     assert of_right == len(code) and right == pytest.approx(with_it - without, abs=1e-3)
 
 
-def test_steps_to_half_by_hand():
-    assert opponents.steps_to_half([0.4] * 5 + [0.0] * 5) == 8  # .4 .4 0 0 0 -> .16
-    assert opponents.steps_to_half([0.4] * 6) == 7
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "results").glob("*.json")))
+def test_kept_steps_to_a_share_follow_from_the_kept_curves(path):
+    for runs in json.loads(path.read_text())["results"].values():
+        for run in runs:
+            curves = {name: nan_for_null(curve) for name, curve in run["curves"].items()}
+            for column, step in run["end"].items():
+                name = column.removesuffix(": tenth at")
+                if name != column:
+                    assert step == tables.first_step_at(0.1, curves[name]), column
+            if "steps to half" in run["end"]:
+                half = tables.first_step_at(0.5, curves["bad_tool"])
+                assert run["end"]["steps to half"] == half
+
+
+def test_the_first_step_at_a_share_by_hand():
+    curve = [0.4] * 5 + [0.0] * 5
+    assert tables.first_step_at(0.5, curve) == 8  # .4 .4 0 0 0 -> .16
+    assert tables.first_step_at(0.1, curve) == 10
+    assert tables.first_step_at(0.5, [0.4] * 6) == 7  # never
+    # One low step at the start is no bar, and none is passed before the fifth.
+    assert tables.first_step_at(0.5, [0.0, 1, 1, 1, 1, 0, 0, 0]) == 8
 
 
 def test_what_a_policy_would_call_is_the_product_of_its_probabilities_token_by_token():

@@ -118,8 +118,8 @@ def is_untrue(task, files, words):
     wanted = set(target_names(task))
     if not wanted or not files:  # a transcript holds no files
         return False
-    # Of the functions beside those of the check: its `run` and `passes` are words of any message. An
-    # old name that is gone may be told.
+    # Without those of the check: its `run` and `passes` are words of any message. An old name that
+    # is gone may be told.
     check = functions({path: task.files[path] for path in task.files if path == "check.py"})
     known = functions(task.files).keys() | functions(files).keys() | wanted
     known = known - check.keys() - set(task.meta.get("gone", ()))
