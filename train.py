@@ -33,6 +33,7 @@ Left out: data mixing, deduplication, and every private number.
 import contextlib
 import gc
 import itertools
+import math
 import random
 import sys
 import tempfile
@@ -131,7 +132,7 @@ class Config:
     # 1: compile the blocks with torch.compile in pretrain and long. On an H100 a step takes 14 %
     # less time, and compiling takes 80 s
     compile: bool = flag(False, stages="pretrain long", may_change=True)
-    # 1: use the plain form of every part and nothing of fast/. Slower; the curves are the same
+    # 1: use the plain form of every part and no twin of fast/. Slower; the curves are the same
     plain: bool = flag(False, may_change=True)
     # on CPU: number of training processes that are started. Each has its share of the cores and of
     # the batch; there is at most one per core
@@ -141,7 +142,13 @@ class Config:
 
     # ---- model: see moe.ModelConfig
     # tokens of the tokenizer, which is trained on the run's own text
-    vocab: int = flag(1024, tiny=512, gpu=8192)
+    vocab: int = flag(
+        1024,
+        at_least=256 + len(rollout.CONTROLS),
+        why="bytes and control tokens",
+        tiny=512,
+        gpu=8192,
+    )
     dim: int = flag(128, at_least=1, tiny=64, gpu=640)  # width of the residual stream
     # number of blocks; the first has a dense feed-forward network (FFN)
     layers: int = flag(4, at_least=1, tiny=2, gpu=10)
@@ -1473,7 +1480,12 @@ def loop(run, source, optimizer, step, interrupted, out):
             # 3) The update. It is skipped where the gradient is zero (that of a draft head aside):
             #    there is nothing to learn, but the momentum of AdamW and Muon would change and move
             #    the weights all the same.
-            norm = run.clip_gradients()
+            norm = float(run.clip_gradients())
+            if not math.isfinite(norm):
+                usage_error(
+                    f"{config.stage}, step {step + 1}: the gradient is not finite, so the weights "
+                    "stay as they were saved last; smaller --lr and --adam_lr, and another --out"
+                )
             if norm != 0:
                 optimizer.step()
             optimizer.zero_grad()
@@ -1485,11 +1497,12 @@ def loop(run, source, optimizer, step, interrupted, out):
 
             # 5) The log; after the last step with numbers from held-out data.
             log = complete_log(run, optimizer, log, step, start)
-            log.update(norm=float(norm), load=max_load_ratio)
+            log.update(norm=norm, load=max_load_ratio)
             if step == config.steps:
                 # Not compiled: for this one use, without gradients, a block would be compiled anew.
                 with torch.compiler.set_stance("force_eager"):
                     log.update(source.validate())
+                log["minutes"] = run.minutes()
             problem = step_log.report(run, bar, log, log_file)
 
             # 6) A checkpoint: all that the next step depends on.

@@ -252,5 +252,5 @@ def check_layout(configs, Layout):
         if configs["rl"].tasks_per_step < ranks:
             usage_error(
                 f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
-                f"{ranks} data ranks"
+                f"{ranks} data ranks (fewer with --processes=1)"
             )

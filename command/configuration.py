@@ -104,6 +104,14 @@ class Flags:
                 given["init_from"] = start["config"]["init_from"] if start else ""
             configs[stage] = self.configure({**given, "stage": stage}, stage)
 
+        # Where a later stage began from a published model, the first one would train another.
+        for stage, config in configs.items():
+            if config.init_from != configs[stages[0]].init_from:
+                usage_error(
+                    f"{config.out}: its stage {stage} began from {config.init_from}, without "
+                    f"{stages[0]}: add --stage={stage}, or another that comes after it"
+                )
+
         # --start_from and --resume say where the command begins. With --start_from, each of
         # several stages would start from that folder and leave the stage before it aside.
         first = configs[stages[0]]

@@ -56,4 +56,9 @@ def parse_eval_flags(argv, default_levels, most_levels, settings):
     values = parser.parse_args(argv)
     if not values.runs:
         usage_error("which runs? python eval.py RUN [RUN], or python eval.py demo")
+    if len(set(values.runs)) < len(values.runs):
+        usage_error("each run once: the table has a column for each")
+    for name in ("turns", "temperature", "effort", "passes", "report", "gap"):
+        if values.mismatch and getattr(values, name) != parser.get_default(name):
+            usage_error(f"--{name} does nothing beside --mismatch")
     return values

@@ -38,7 +38,7 @@ def explain_failures(config, argv):
     try:
         yield
     except MachineFailure as failure:
-        usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
+        usage_error(f"this machine failed: {failure}; free it, and the same command goes on")
     except checkpoints.SaveFailed as error:
         usage_error(f"{error}. Free some space, then: {command_to_type(config, argv)}")
     except (checkpoints.DamagedCheckpoint, Refusal) as error:
@@ -76,7 +76,11 @@ def command_to_type(config, argv, more=()):
     words = [*argv, *more]
     if not config.resume and checkpoints.last_stage(config.out) != Path(config.out):
         words.append("--resume")
-    return f"{PROGRAM} {shlex.join(words)}"
+    # Who started the ranks starts them again.
+    program = PROGRAM
+    if dist.is_torchelastic_launched():
+        program = f"torchrun ... {PROGRAM.removeprefix('python ')}"
+    return f"{program} {shlex.join(words)}"
 
 
 def say_lost_rollouts(say, causes, total):
@@ -87,7 +91,7 @@ def say_lost_rollouts(say, causes, total):
     if len(causes) == total:
         usage_error(
             "no rollout of this step could be played on this machine; free what the line above "
-            "names, and go on with --resume"
+            "names, and the same command goes on"
         )
 
 

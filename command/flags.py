@@ -151,6 +151,8 @@ def read_value(text, kind, rule):
     if rule.choices and not set(words) <= set(rule.choices):
         how = "a list, with commas," if rule.several else "one"
         raise argparse.ArgumentTypeError(f"takes {how} of {', '.join(rule.choices)}, not {text!r}")
+    if len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"names one twice: {text!r}")
     if kind != "str" and not rule.at_least <= value <= rule.at_most:
         why = f" ({rule.why})" if rule.why else ""
         most = f" and at most {rule.at_most}" if rule.at_most < Rule.at_most else ""

@@ -71,7 +71,7 @@ def draw_rewards(lines, path):
     level_axis = ax.twinx()
     levels = running_mean([line["level"] for line in lines])
     level_axis.plot(steps, levels, color="gray", alpha=0.5, label="level")
-    level_axis.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
+    level_axis.set(ylim=(0, max(8, *levels)), ylabel="level of the tasks (gray)")
 
     ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
     # Below the axes it covers no curve.

@@ -109,7 +109,9 @@ def describe_episode(policy, played, advantage, tokenizer, flats, hints):
     lines, files = [], played.task.files
     for path in sorted({*files, *played.files}):
         before, after = files.get(path, ""), played.files.get(path, "")
-        if before != after and path in played.files:
+        if path not in played.files:
+            lines.append(f"{escape_control_chars(path)}: no longer there")
+        elif before != after:
             lines += diff_lines(before, after, path)
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"[{len(lines) - MOST_LINES} more lines]"]

@@ -57,7 +57,11 @@ def python_sources(folder, say=None):
         elif path.stat().st_size >= 200_000:
             left_out["of 200 kB or more"] += 1
         else:
-            text = path.read_text(encoding="utf-8", errors="ignore")
+            try:
+                text = path.read_text(encoding="utf-8", errors="ignore")
+            except OSError:
+                left_out["that cannot be read"] += 1
+                continue
             if text.strip():
                 texts[inside.as_posix()] = text
     if len(texts) < 2:

@@ -1619,6 +1619,11 @@ def test_what_a_stopped_or_full_run_says_is_the_command_that_was_typed(
         failures.end_stopped(config, ["--stage=rl"], 15)
     # nothing was saved yet, so there is nothing to resume
     assert capsys.readouterr().err.endswith("python train.py --stage=rl\n")
+    # ranks that torchrun has started
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "none")
+        command = failures.command_to_type(config, ["--ep=8"])
+    assert command == "torchrun ... train.py --ep=8"
     # an arm by hand
     monkeypatch.setattr(train, "main", lambda argv: None)
     monkeypatch.setattr(failures, "PROGRAM", failures.PROGRAM)

@@ -111,6 +111,10 @@ def test_an_episode_holds_mask_and_logprobs_of_every_token_and_the_edit_as_a_dif
     assert edit == {"path": "plain", "lines": ["-x = 1", "+x = 2", "+plain"]}
     assert segment["turns"][1]["flags"] == ["failed"]
     assert episode["diff"][3:] == ["-x = 1", "+x = 2", "+plain"]
+    # a file that was deleted
+    played = rollout_with("plain")
+    played.task.files = {**played.task.files, "gone.py": "x = 1\n"}
+    assert "gone.py: no longer there" in describe(played)["diff"]
     # what is only a matter of style is no flag of the audit
     assert episode["findings"] == ["suspicious: plain: plain"]
 

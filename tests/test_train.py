@@ -2,6 +2,7 @@
 two."""
 
 import json
+import math
 import os
 import random
 import re
@@ -161,7 +162,9 @@ def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(
     assert not (tmp_path / "o").exists()
 
 
-def test_what_is_no_data_is_left_out_and_what_else_is_left_out_is_said(tmp_path, capsys):
+def test_what_is_no_data_is_left_out_and_what_else_is_left_out_is_said(
+    tmp_path, capsys, monkeypatch
+):
     assert "fewer than two Python files" in refused(
         [*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys
     )
@@ -177,6 +180,18 @@ def test_what_is_no_data_is_left_out_and_what_else_is_left_out_is_said(tmp_path,
     assert sorted(sum(found, [])) == ["a = 1\n", "b = 1\n"]
     (line,) = lines
     assert "2 of 4 files" in line and "1 of 200 kB" in line and "1 in folders called tests" in line
+    # One that cannot be read
+    with monkeypatch.context() as patch:
+        read = Path.read_text
+        patch.setattr(
+            Path,
+            "read_text",
+            lambda path, **how: read(path if path.name != "a.py" else Path("/"), **how),
+        )
+        (tmp_path / "c.py").write_text("c = 1\n")
+        source_files.python_sources(str(tmp_path), lines.append)
+        (tmp_path / "c.py").unlink()
+    assert "1 that cannot be read" in lines.pop()
     (tmp_path / "large.py").unlink(), shutil.rmtree(tmp_path / "tests")
     source_files.python_sources(str(tmp_path), lines.append)
     source_files.python_sources("", lines.append)  # of the standard library nothing is said
@@ -413,6 +428,26 @@ def test_resume_begins_no_pretraining_in_a_folder_that_has_another_stage_alone(
     shutil.copytree(run / "sft", tmp_path / "sft")
     assert "no checkpoint" in refused([*SMALL, f"--out={tmp_path}", "--resume"], capsys)
     assert not (tmp_path / "pretrain").exists()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_stage_and_leaves_the_last_checkpoint(
+    run, tmp_path, capsys, monkeypatch
+):
+    words = [*SMALL, "--stage=long", "--steps=3", "--save_every=1", f"--out={tmp_path}"]
+    plain, steps = train.Run.clip_gradients, []
+
+    def clip_gradients(run):
+        steps.append(plain(run))
+        return math.nan if len(steps) == 2 else steps[-1]
+
+    monkeypatch.setattr(train.Run, "clip_gradients", clip_gradients)
+    with pytest.raises(SystemExit) as ended:
+        train.main([*words, f"--start_from={run}"])
+    *_, line = capsys.readouterr().err.strip().split("\n")
+    assert ended.value.code == 2 and "long, step 2: the gradient is not finite" in line
+    assert checkpoints.load_extra(tmp_path / "long")["step"] == 1
+    for name, weight in weights(tmp_path / "long").items():
+        assert torch.isfinite(weight).all(), name
 
 
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
@@ -1068,9 +1103,12 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
     (tmp_path / "one.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
     texts = []
     given = [f"--tasks={tmp_path}/one.jsonl"]
-    for more in ([NO_BENCH], [NO_BENCH], ["--temperature=0.5", NO_BENCH], given, None):
+    for more in ([NO_BENCH], [NO_BENCH], ["--temperature=0.5", NO_BENCH], given, None, "report"):
         if more is None:
             (tmp_path / "summary.json").write_text('{"policies"')
+        if more == "report":
+            (tmp_path / "report.html").unlink()
+            more = None
         capsys.readouterr()
         train.main([*words, "--stage=eval", *(more or [NO_BENCH])])
         texts.append(capsys.readouterr().out)
@@ -1078,6 +1116,7 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
     assert ["and figures" in text for text in texts] == [
         True,
         False,
+        True,
         True,
         True,
         True,
@@ -1201,6 +1240,9 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         capsys.readouterr()
         train.main([*FROM_PUBLISHED, *RL, f"--init_from={spelled}", "--out=out"])
         assert "finished already" in capsys.readouterr().out
+    # All stages would begin with a pretraining of random weights.
+    said = f"out: its stage sft began from {published}, without pretrain: add --stage=sft"
+    assert said in refused(["--scale=tiny", "--out=out"], capsys)
 
 
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
