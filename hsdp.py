@@ -518,7 +518,8 @@ def full_state(model):
     drop_gathered_weights(model)
     whole = {}
     for name, t in model.state_dict().items():
-        whole[name] = t.full_tensor() if isinstance(t, DTensor) else t.detach().clone()
+        # What is cut over one rank is whole already, and no copy.
+        whole[name] = t.full_tensor().clone() if isinstance(t, DTensor) else t.detach().clone()
     return whole
 
 

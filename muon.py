@@ -435,6 +435,9 @@ class Muon(torch.optim.Optimizer):
         self.sharded_params, self.plans = [], {}
         self.events, self.traffic = None, {}
         self.replicas, self.ns_dtype, self.newton_schulz = replicas, ns_dtype, newton_schulz
+        # fp16 has no numbers below 6e-8: it would lose small gradients.
+        if ns_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"ns_dtype must be bfloat16 or float32, not {ns_dtype}")
 
         # Last, because torch calls add_param_group from here, which needs all of the above.
         defaults = dict(algorithm="muon", lr=lr, weight_decay=weight_decay)
@@ -628,7 +631,7 @@ class Muon(torch.optim.Optimizer):
             weight = unit.local(sharded.param)
             decay = 1 - group["lr"] * group["weight_decay"]
             rows, columns = unit.shape
-            length = group["lr"] * step_scale(rows, columns // sharded.column_blocks)
+            length = group["lr"] * step_scale(rows, columns // group["column_blocks"])
             if weight.dtype.itemsize >= 4:
                 weights, updates = by_rate[decay, length]
                 weights.append(weight)
@@ -747,7 +750,9 @@ def check_parameter(name, param, options):
 
 
 def check_gradient(name, param):
-    """Raise ValueError if a gradient does not lie where its parameter lies."""
+    """Raise ValueError if a gradient is sparse, or does not lie where its parameter lies."""
+    if getattr(param.grad, "layout", torch.strided) != torch.strided:
+        raise ValueError(f"{name}: its gradient is sparse; give the embedding sparse=False")
     placements = getattr(param.grad, "placements", None)
     if placements is not None and placements != param.placements:
         raise ValueError(f"{name}: gradient placed {placements}, parameter {param.placements}")

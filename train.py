@@ -33,7 +33,6 @@ Left out: data mixing, deduplication, and every private number.
 import contextlib
 import gc
 import itertools
-import math
 import random
 import sys
 import tempfile
@@ -1480,11 +1479,12 @@ def loop(run, source, optimizer, step, interrupted, out):
             # 3) The update. It is skipped where the gradient is zero (that of a draft head aside):
             #    there is nothing to learn, but the momentum of AdamW and Muon would change and move
             #    the weights all the same.
-            norm = float(run.clip_gradients())
-            if not math.isfinite(norm):
+            try:
+                norm = run.clip_gradients()
+            except ValueError as error:
                 usage_error(
-                    f"{config.stage}, step {step + 1}: the gradient is not finite, so the weights "
-                    "stay as they were saved last; smaller --lr and --adam_lr, and another --out"
+                    f"{config.stage}, step {step + 1}: {error}; the last checkpoint is whole. Take "
+                    "smaller --lr and --adam_lr, and another --out"
                 )
             if norm != 0:
                 optimizer.step()
@@ -1497,7 +1497,7 @@ def loop(run, source, optimizer, step, interrupted, out):
 
             # 5) The log; after the last step with numbers from held-out data.
             log = complete_log(run, optimizer, log, step, start)
-            log.update(norm=norm, load=max_load_ratio)
+            log.update(norm=float(norm), load=max_load_ratio)
             if step == config.steps:
                 # Not compiled: for this one use, without gradients, a block would be compiled anew.
                 with torch.compiler.set_stance("force_eager"):

@@ -251,12 +251,15 @@ def two_layouts(gpus, cp, ep, node):
     """-> {name: layout}. Narrow: every node holds a copy. Wide: one copy is cut over all GPUs."""
     if gpus > node and gpus % node:
         raise ValueError(f"--gpus={gpus} are no whole nodes of --node={node} GPUs")
-    narrow, wide = Layout(gpus, cp, ep, max(gpus // node, 1)), Layout(gpus, cp, ep)
-    layouts = {"dense narrow, experts wide": narrow, "all wide": wide}
-    # Where narrow cuts neither dense weights nor experts, every GPU would have the whole model.
-    if gpus > 1 and narrow.shard == narrow.ep == 1:
-        del layouts["dense narrow, experts wide"]
-    return layouts
+    layouts, wide = {}, Layout(gpus, cp, ep)
+    # Narrow needs a context within a node. Where it cuts neither dense weights nor experts, every
+    # GPU would have the whole model.
+    copies = max(gpus // node, 1)
+    if gpus % (copies * cp) == 0:
+        narrow = Layout(gpus, cp, ep, copies)
+        if gpus == 1 or narrow.shard > 1 or narrow.ep > 1:
+            layouts["dense narrow, experts wide"] = narrow
+    return {**layouts, "all wide": wide}
 
 
 def gigabytes(size):

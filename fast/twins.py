@@ -64,7 +64,7 @@ TWINS = (
     Twin(
         "fast.optimizer_graph:GraphMuon",
         ("muon.Muon",),
-        "9b83ba496726a920",
+        "59417770d3991ca9",
         shared=("muon.newton_schulz",),
     ),
     Twin(

@@ -605,6 +605,32 @@ def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
     )
 
 
+def test_the_length_of_a_step_follows_the_blocks_that_a_group_has_now():
+    """Loading the state of an optimizer with other heads changes what its groups say."""
+    lengths = []
+    for begun, now in ((8, 8), (1, 8)):
+        p = torch.nn.Parameter(torch.zeros(16, 64))
+        group = dict(params=[p], algorithm="muon", column_blocks=begun)
+        optimizer = Muon([group], lr=1.0, ns_dtype=torch.float32)
+        optimizer.param_groups[0]["column_blocks"] = now
+        p.grad = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        lengths.append(float(p.detach().square().mean().sqrt()))
+    assert lengths[0] == lengths[1] == pytest.approx(0.2, rel=0.15)
+
+
+def test_what_would_lose_a_gradient_is_refused():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="ns_dtype must be bfloat16 or float32"):
+        Muon([dict(params=[p], algorithm="muon")], lr=1.0, ns_dtype=torch.float16)
+    embed = torch.nn.Embedding(4, 4, sparse=True)
+    named = [("embed.weight", embed.weight)]
+    optimizer = Muon([dict(params=named, algorithm="adamw")], lr=1.0)
+    embed(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="embed.weight: its gradient is sparse"):
+        optimizer.step()
+
+
 def test_a_group_that_is_added_later_is_trained():
     params, optimizer = small_optimizer(torch.float32)
     more = torch.nn.Parameter(torch.ones(4, 6))

@@ -106,6 +106,12 @@ def test_a_layout_that_cuts_nothing_is_none_of_the_choices(capsys):
     assert "narrow" not in text and "--dp_replicate=1 " in text
 
 
+def test_a_context_that_is_wider_than_a_node_is_planned_over_all_gpus_alone(capsys):
+    plan.main("--model=gpu --gpus=16 --cp=16 --ep=8".split())
+    out = capsys.readouterr().out
+    assert "all wide" in out and "dense narrow" not in out
+
+
 def test_the_elementwise_bytes_of_an_optimizer_step_are_those_of_its_dtypes():
     config, shapes = plan.find_model("laptop")
     hardware, numbers = plan.Hardware(), sum(map(math.prod, shapes.values()))
