@@ -600,7 +600,9 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox):
             "kind": dials["kind"],
             "hidden_groups": hidden,
             "pristine": pristine,
-            "mutants": {group: mutants[group] for group in groups},
+            # The agent knows the visible tests word for word: code that read one of them changed
+            # would know in which run it is.
+            "mutants": {group: mutants[group] for group in hidden},
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),
@@ -696,7 +698,8 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0):
                 discarded = sum(reasons.values())
                 progress(f"{len(tasks)} of {n} tasks verified, {discarded} discarded", start)
         except KeyboardInterrupt:
-            print(f"\nstopped: {out} holds the {len(tasks)} tasks verified so far", file=sys.stderr)
+            kept = f"{out} holds the {len(tasks)} tasks verified so far"
+            print(f"\nstopped: {kept if tasks else 'nothing was written'}", file=sys.stderr)
             raise
         finally:
             # After enough tasks, or an error: features that no worker has begun are given up.

@@ -78,6 +78,13 @@ def functions_of(chosen):
     return [one for one in chosen if one.kind != "class"]
 
 
+def methods(one, found):
+    """The Definitions among `found` that are methods of this class."""
+    return [
+        other for other in found if other.path == one.path and other.name.startswith(one.name + ".")
+    ]
+
+
 def nodes_by_path(chosen):
     """path -> the nodes of these definitions in that file."""
     found = {}
@@ -107,35 +114,41 @@ def remove_definitions(files, chosen):
 
 
 def find_dead_helpers(files, base, chosen, found):
-    """Top-level functions that only the deleted code used: they would give the answer away.
+    """Top-level functions of the same files that only the deleted code used: they would give the
+    answer away.
 
     files: before the deletion; base: after it; found: all definitions."""
     paths = {one.path for one in chosen}
-    build = ".toml", ".cfg"  # they may name a function as a command
-    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi", *build)))
+    # Candidates are the other functions that the code which goes names, and that these name.
     helpers = []
     while True:
-        # Candidates are the other functions of these files that the code which goes names.
         gone, names = [*chosen, *helpers], set()
         for one in gone:
             for node in one.nodes:
                 names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        candidates = []
+        more = []
         for one in found:
             may_go = one.kind == "function" and one.path in paths and one not in gone
             if may_go and one.name in names:
-                candidates.append(one)
+                more.append(one)
+        if not more:
+            break
+        helpers += more
 
-        # Nothing that is left may name a helper, but its own definition and helpers that go.
-        dead = []
-        for one in candidates:
+    # Nothing that is left may name a helper: neither code nor docs, nor a build file, which may
+    # have it as a command. Those that are named stay, and so may what they use.
+    read = ".py", ".pyi", ".toml", ".cfg", ".md", ".rst"
+    left = "\n".join(base[path] for path in base if path.endswith(read))
+    while True:
+        leaving = "\n".join(own_text(files, one) for one in helpers)
+        stay = []
+        for one in helpers:
             word = re.compile(rf"\b{one.name}\b")
-            leaving = "\n".join(own_text(files, other) for other in [*helpers, one])
-            if len(word.findall(left)) == len(word.findall(leaving)):
-                dead.append(one)
-        if not dead:
+            if len(word.findall(left)) > len(word.findall(leaving)):
+                stay.append(one)
+        if not stay:
             return helpers
-        helpers += dead  # and those that only these helpers used
+        helpers = [one for one in helpers if one not in stay]
 
 
 def own_text(files, one):

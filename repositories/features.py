@@ -9,8 +9,7 @@ Ours: the levels and their order, the wording of the prompt. Standard library on
 
 import hashlib
 
-from repositories.deletion import functions_of
-from repositories.study import methods
+from repositories.deletion import functions_of, methods
 
 # kind "gone": the feature is deleted as a whole, signature and all. The other kinds leave stubs;
 # `docstring` says whether the stubs keep their docstrings.

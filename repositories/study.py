@@ -26,7 +26,7 @@ from repositories.refusals import explain_error, no_tests, suite_fails, too_slow
 from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
 from world.sandbox import has_bwrap, hidden_place
 from repositories.cage import repository_sandbox
-from repositories.deletion import definitions, sources
+from repositories.deletion import definitions, methods, sources
 from repositories.source import file_of_test, first_line, package_root
 from world.untrusted import parsed
 from world.task import Refusal
@@ -241,13 +241,6 @@ def module_names(files, ran):
         if all(part.isidentifier() for part in name.split(".")):
             names.add(name)
     return sorted(names)
-
-
-def methods(one, found):
-    """The Definitions among `found` that are methods of this class."""
-    return [
-        other for other in found if other.path == one.path and other.name.startswith(one.name + ".")
-    ]
 
 
 def imported_names(files):

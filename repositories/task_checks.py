@@ -16,7 +16,7 @@ Ours: all of it. Standard library only.
 import re
 from dataclasses import replace
 
-from repositories.deletion import stub_bodies
+from repositories.deletion import definitions, methods, stub_bodies
 from repositories.verdict import ROUNDS, judge_repository, run_judgement
 from repositories.mutants import list_changes, lost_names, with_mutants
 from repositories.run_suite import WORLDS, green_command, run_suite, working_imports
@@ -176,12 +176,18 @@ UNIVERSAL_OBJECT = (
 
 def check_trivial_bodies(files, chosen, task, sandbox):
     """Discards a task whose tests and mutants a body satisfies that anybody could write."""
-    # A feature that is deleted as a whole leaves no body to fill in.
+    # A feature that is deleted as a whole leaves no body to fill in. A class goes with its methods.
     bodies = [UNIVERSAL_OBJECT]
-    if task.meta["kind"] != "gone":
+    if task.meta["kind"] == "gone":
+        found = definitions(files, {one.path for one in chosen})
+        chosen = [*chosen, *(method for one in chosen for method in methods(one, found))]
+    else:
         bodies += TRIVIAL_BODIES
     for body in bodies:
         forged = stub_bodies(files, chosen, False, body)
+        # A class without methods has no bodies.
+        if forged == files:
+            continue
         submission = task.files | {path: forged[path] for path in task.solution if path in forged}
         if judge_repository(replace(task, PASS_TO_PASS=[]), submission, sandbox).solved:
             raise Discard("a body that anybody could write passes")

@@ -38,7 +38,7 @@ def read_tasks(path):
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}: cannot be read ({type(error).__name__})") from None
+        raise Refusal(f"{path or '--check'}: cannot be read ({type(error).__name__})") from None
     if lines == [""]:
         return []
 

@@ -69,6 +69,8 @@ def read_flags():
         parser.error("--keep belongs to --autoinstall")
     if flags.keep == "":
         parser.error("--keep needs a folder")
+    if flags.check is not None and flags.repo is not None:
+        parser.error("--check stands alone: leave --repo away")
     if flags.level is not None and not 0 <= flags.level <= hardest:
         parser.error(f"--level must be 0 to {hardest}")
     return flags
@@ -80,4 +82,4 @@ def refuse_unwritable(out):
     place = Path(out).resolve()
     is_closed = place.is_dir() or place.exists() and not os.access(place, os.W_OK)
     if is_closed or not os.access(f"{place.parent}/", os.W_OK):
-        raise Refusal(f"{out}: cannot be written")
+        raise Refusal(f"{out or '--out'}: cannot be written")

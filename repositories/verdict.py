@@ -152,8 +152,9 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
     has_mutants = {test for test, sites in task.meta["mutants"].items() if sites}
 
     # First all required tests, then those that the deletion broke, in the opposite order: as they
-    # are, and as mutants. The first run that shows anything wrong decides.
-    broken = task.FAIL_TO_PASS
+    # are, and as mutants. The first run that shows anything wrong decides; but where nothing else
+    # is wrong than tests that were to stay green, which may be unstable, the mutants run, too.
+    broken, unstable = task.FAIL_TO_PASS, {}
     runs = [(tree, required, "passed")]
     if whole:
         runs.append((tree, broken, "passed"))
@@ -168,11 +169,13 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
             nodes = [node for node in nodes if function_of_test(node) in has_mutants]
         outcomes = {node: answer["outcomes"].get(node, "not collected") for node in nodes}
         wrong = {node: outcome for node, outcome in outcomes.items() if outcome != right}
-        if wrong:
+        if wrong and number == 0 and set(wrong) <= set(task.PASS_TO_PASS):
+            unstable = wrong
+        elif wrong:
             break
 
     # Without an outcome, a mutant is lost like any other test: the run may have been stopped.
     if right == "passed":
-        return wrong, [], answer
+        return {**unstable, **wrong}, [], answer
     lost = {node: outcome for node, outcome in wrong.items() if outcome == "not collected"}
-    return lost, sorted(wrong.keys() - lost.keys()), answer
+    return {**unstable, **lost}, sorted(wrong.keys() - lost.keys()), answer

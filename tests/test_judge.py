@@ -17,7 +17,8 @@ import synth_tasks as st
 from repositories import cage
 from repositories.verdict import judge as judge_submission, overlay
 from world import files as world_files, judge, sandbox, task as world_task
-from repositories import run_suite, mutants, task_file
+from repositories import run_suite, mutants, task_checks, task_file, verdict
+from repositories.deletion import definitions
 
 
 class Answering:
@@ -311,6 +312,46 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
         assert not judge_submission(task, task.files, Answering(draw_answer(rng))).solved
     for path in ("a\0b.py", "../x.py", "/x.py", "src/", "."):
         assert not judge_submission(task, {**task.files, path: ""}, Answering("")).solved
+
+
+def test_tests_that_may_be_unstable_do_not_keep_the_mutants_from_running(monkeypatch):
+    """Whoever forges and breaks another test that was to stay green in each process has not won."""
+    runs = []
+
+    def play(tree, sandbox, nodes, reverse=False, **how):
+        runs.append("mutants" if tree else "as it is")
+        red = {0: "t.py::a", 4: "t.py::b"}.get(len(runs) - 1)
+        return {"outcomes": {node: "failed" if node == red else "passed" for node in nodes}}
+
+    monkeypatch.setattr(verdict, "run_suite", play)
+    monkeypatch.setattr(verdict, "overlay", lambda task, files: {})
+    monkeypatch.setattr(verdict, "mutated", lambda task, tree, number: {"t.py": ""})
+    meta = {"mutants": {"t.py::f": [[0, 0]]}, "names": ["f"], "repo": "r"}
+    task = world_task.Task("x", "", {}, {}, meta=meta)
+    task.FAIL_TO_PASS, task.PASS_TO_PASS = ["t.py::f"], ["t.py::a", "t.py::b"]
+    found = verdict.judge_repository(task, {}, None)
+    assert not found.solved and "mutants" in runs
+
+
+def test_a_class_that_goes_as_a_whole_is_forged_in_its_methods(monkeypatch):
+    code = "class A:\n    def f(self):\n        return 3\n\n\ndef g():\n    return 4\n"
+    files, tried = {"m.py": code}, []
+
+    def win(task, submission, sandbox):
+        tried.append(submission["m.py"])
+        return world_task.Verdict(True, 1, 0)
+
+    monkeypatch.setattr(task_checks, "judge_repository", win)
+    for name, lost in (("A", "return 3"), ("g", "return 4")):
+        chosen = [one for one in definitions(files) if one.name == name]
+        task = world_task.Task("x", "", {}, files, meta={"kind": "gone"})
+        with pytest.raises(world_task.Discard):
+            task_checks.check_trivial_bodies(files, chosen, task, None)
+        assert lost not in tried[-1]
+    # A class without methods has nothing to forge.
+    files = {"m.py": "class A:\n    x = 3\n"}
+    task = world_task.Task("x", "", {}, files, meta={"kind": "gone"})
+    task_checks.check_trivial_bodies(files, definitions(files), task, None)
 
 
 # ---------------------------------------------------------------- mutants

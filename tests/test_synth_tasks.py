@@ -1383,6 +1383,12 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
             "_parse _tok",
         ),
         ("def _walk(n):\n    return n and _walk(n - 1)\n", "_walk(s)", "_walk"),
+        # two that call each other
+        (
+            "def _list(s):\n    return _item(s)\n\n\ndef _item(s):\n    return s and _list(s)\n",
+            "_list(s)",
+            "_list _item",
+        ),
         # a docstring, an attribute and a key are no use of a function
         ("def render(s):\n    return s\n", '"see render"', ""),
         ("def load(s):\n    return s\n", "s.load", ""),
@@ -1400,9 +1406,10 @@ def test_a_helper_goes_if_only_deleted_code_calls_it_and_nothing_else_goes(rest,
     assert [one.name for one in helpers] == gone.split()
     assert not any(name in base["m.py"] for name in gone.split())
     # A function that the build file names as a command is no helper.
-    named = {**files, "pyproject.toml": "".join(f"x = 'm:{name}'\n" for name in gone.split())}
-    left = st.delete_feature(named, [chosen], dict(kind=kind, docstring=False), found)[1]
-    assert not left
+    # Nor is one that the docs tell of.
+    for path in ("pyproject.toml", "docs/index.rst"):
+        named = {**files, path: "".join(f"x = 'm:{name}'\n" for name in gone.split())}
+        assert not st.delete_feature(named, [chosen], dict(kind=kind, docstring=False), found)[1]
 
 
 def test_a_module_of_a_namespace_package_in_src_has_its_whole_name():
