@@ -433,9 +433,11 @@ def with_kept_seeds(record, path):
     # A file that does not say how it was made (the oldest have no commit) is replaced, and so is
     # one of other arms, steps or flags.
     kept = json.loads(path.read_text()) if path.exists() else {}
-    if "commit" not in kept or list(kept["results"]) != list(record["results"]):
-        return record
-    if any(kept[key] != record[key] for key in ("steps", "flags")):
+    alike = list(kept.get("results", ())) == list(record["results"])
+    alike = alike and all(kept.get(key) == record[key] for key in ("steps", "flags"))
+    if "commit" not in kept or not alike:
+        if kept:
+            print(f"{path}: held other arms, steps or flags, and is replaced")
         return record
 
     # The outcomes of an arm stand in the order of the seeds. A seed that was run again counts once.

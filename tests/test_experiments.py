@@ -1199,7 +1199,7 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
 
-def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch):
+def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch, capsys):
     fake_runs(monkeypatch)
     for folder in ("results", "figures"):
         (tmp_path / "kept" / folder).mkdir(parents=True)
@@ -1221,7 +1221,9 @@ def test_a_kept_experiment_grows_seed_by_seed(tmp_path, monkeypatch):
     # A seed that is run again stays one; runs with another flag are another experiment.
     assert run(3, out="second")["seeds"] == [1, 3]
     assert run(3, 5, out="third")["seeds"] == [1, 3, 5]
+    assert "is replaced" not in capsys.readouterr().out
     assert run(5, out="third", more=["--scale=tiny"])["seeds"] == [5]
+    assert f"{path}: held other arms, steps or flags, and is replaced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
