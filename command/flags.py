@@ -43,7 +43,8 @@ def usage_error(message, program="train.py"):
     # A bar that is on the screen ends first, so that the line begins on its own.
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
-    if is_first_rank():
+    # On each machine: a file may be missing on one alone.
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"{program}: {message}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -173,3 +173,14 @@ def test_flags_that_change_nothing_in_any_stage_of_a_command_are_said_in_one_lin
     checks.say_idle_flags(configs, given)
     assert len(said) == bool(idle)
     assert re.findall(r"--(\w+) \(", "".join(said)) == idle
+
+
+def test_bad_input_is_told_once_on_each_machine(monkeypatch, capsys):
+    told = []
+    for rank, local_rank in ((0, 0), (1, 1), (8, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        with pytest.raises(SystemExit):
+            flags.usage_error("no such file")
+        told.append(capsys.readouterr().err)
+    assert told == ["train.py: no such file\n", "", "train.py: no such file\n"]
