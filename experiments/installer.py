@@ -14,8 +14,8 @@ Beside the policy: a script that knows these three faults and mends what it find
     python -m experiments.installer --policy=out/run
 
 Found (assets/rl, 64 rollouts of each): no, as it has never seen such a task. The policy mends none
-of the first two, and .08 of the third, where it writes the functions anew from the docs; after SFT
-.03. The script mends all. No figure.
+of the first two, and .09 of the third, where it writes the functions anew from the docs; after SFT
+none. The script mends all. No figure.
 """
 
 import random

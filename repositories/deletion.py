@@ -43,33 +43,27 @@ class Definition:
     path: str
     name: str  # Class.method for a method
     kind: str  # function | method | class
-    first: int  # first line, decorators included, from 1
-    last: int
-    node: object
+    # every definition of this name in its scope, setters and overloads included
+    nodes: list
     tests: set = field(default_factory=set)
-    # every definition of this name in its scope, setters and overloads included; node is the last
-    nodes: list = field(default_factory=list)
     early: bool = False  # runs while the package is imported: nothing works without it
     wanted: bool = False  # tests import it by name: they are not collected without it
 
     def size(self):
-        """Its number of lines."""
-        return self.last - self.first + 1
+        """The number of lines of the last of them, decorators included"""
+        return self.nodes[-1].end_lineno - first_line(self.nodes[-1]) + 1
 
 
 def definitions(files, paths=None):
     """[Definition] of the functions, classes and methods outside tests. Those of one name in one
-    scope are one Definition, whose node is the last of them."""
+    scope are one Definition."""
     found = []
     for path in paths if paths is not None else sources(files):
         # A path that is not UTF-8 cannot be named in a task.
         if not is_text(path):
             continue
         for name, kind, nodes in find_definitions(files[path]):
-            last = nodes[-1]
-            found.append(
-                Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes)
-            )
+            found.append(Definition(path, name, kind, nodes))
     return found
 
 
