@@ -729,7 +729,7 @@ def test_where_every_rollout_is_lost_the_run_ends_with_the_cause(tmp_path, monke
     monkeypatch.setattr(machine, "WAITS", (0.0, 0.0))
     with pytest.raises(SystemExit) as end:
         rl_step(3, "all", tmp_path, monkeypatch)
-    assert end.value.code == 2 and "--resume" in capsys.readouterr().err
+    assert end.value.code == 2 and "the same command goes on" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- directories that have an owner
