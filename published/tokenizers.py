@@ -463,7 +463,7 @@ def read_tokenizer_json(folder, named):
     # 4) A word that was added without being special is text there, and has its own id in every text
     #    that holds it. Controls, like <tool_call>, stand in no text, whether special or not.
     for token in raw.get("added_tokens") or []:
-        control = token.get("special") or re.fullmatch(r"[<\[]\S+[>\]]", token["content"])
+        control = token.get("special") or re.fullmatch(r"[<\[｜]\S+[>\]｜]", token["content"])
         require(control, f"the word {token['content']!r:.40} was added as a token of its own")
 
     # 5) Special tokens that stand in another file.
