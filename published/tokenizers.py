@@ -461,9 +461,9 @@ def read_tokenizer_json(folder, named):
     ranks = read_ranks(model["vocab"], model["merges"], special)
 
     # 4) A word that was added without being special is text there, and has its own id in every text
-    #    that holds it. Controls, like <tool_call>, stand in no text, whether special or not.
+    #    that holds it. Controls begin with a bracket, like <tool_call>, whether special or not.
     for token in raw.get("added_tokens") or []:
-        control = token.get("special") or re.fullmatch(r"[<\[｜]\S+[>\]｜]", token["content"])
+        control = token.get("special") or re.fullmatch(r"[<\[｜]\S*\w\S*", token["content"])
         require(control, f"the word {token['content']!r:.40} was added as a token of its own")
 
     # 5) Special tokens that stand in another file.

@@ -1007,7 +1007,7 @@ def test_special_tokens_that_another_file_names_are_special(file, tmp_path):
 
 @pytest.mark.parametrize("word", ["kubernetes", " pod", "n+1", "    ", "->", "...", "_x"])
 def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tmp_path):
-    """There every text that holds it has its id. Between brackets it is a control token, special or
+    """There every text that holds it has its id. Behind a bracket it is a control token, special or
     not."""
     raw = json.loads((folder_of(tmp_path) / "tokenizer.json").read_text())
     *others, last = raw["added_tokens"]
