@@ -16,10 +16,10 @@ begin at an SFT with hints on all six.
 
     python -m experiments.habits
 
-Found (seed 1337): with hints wrong tools go from .33 to .03 of the held-out rollouts, comments from
-.16 to .01, looking up again from .24 to .15; by the reward alone they rise or stay (.35, .23, .59).
-Malformed calls and ending on red tests go in both arms; untrue messages hardly (.31 to .26; .33).
-Figure: figures/habits.png.
+Found (seed 1337): with hints wrong tools go from .37 to .06 of the held-out rollouts, comments from
+.20 to .04, looking up again from .25 to .14; by the reward alone to .12, .23 and .46. Malformed
+calls go from .20 to .14 (.21), untrue messages hardly (.35 to .27; .31), ending on red tests in both
+arms. All six share one weight: with five times as much they go faster. Figure: figures/habits.png.
 """
 
 import sys
@@ -31,6 +31,7 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 ALL_HABITS = f"--habits={','.join(feedback_distill.REMINDERS)}"
+HABITS = ("bad_tool", *eval.HABITS)  # their names in logs and evaluations
 
 
 # A constant of the recipe is changed where it stands.
@@ -40,16 +41,26 @@ def more_neutral_hints():
     train.NEUTRAL_HINT_RATE = 0.1
 
 
+def held_out(folder, policies):
+    """Shares of the held-out rollouts that have each habit, before RL and after it"""
+    numbers = {}
+    for name in HABITS:
+        for when in ("before RL", "after RL"):
+            numbers[f"{name}: held out, {when}"] = policies[when]["overall"][name]
+    return numbers
+
+
 # `sft` is a supervised stage of the experiment's own, from which all arms begin. A policy this
 # small cannot read a hint that it has never seen, so its demonstrations hold hints on all habits.
 EXPERIMENT = Experiment(
     question="How fast do habits go that cost nothing?",
-    curves=("bad_tool", *eval.HABITS),
+    curves=HABITS,
     arms={
         "reward alone": Arm((ALL_HABITS, "--feedback=0")),
         "with targeted feedback": Arm((ALL_HABITS,)),
     },
     sft=Arm((ALL_HABITS,), more_neutral_hints),
+    more=held_out,
 )
 
 if __name__ == "__main__":
