@@ -18,8 +18,9 @@ begin at an SFT with hints on all six.
 
 Found (seed 1337): with hints wrong tools go from .37 to .06 of the held-out rollouts, comments from
 .20 to .04, looking up again from .25 to .14; by the reward alone to .12, .23 and .46. Malformed
-calls go from .20 to .14 (.21), untrue messages hardly (.35 to .27; .31), ending on red tests in both
-arms. All six share one weight: with five times as much they go faster. Figure: figures/habits.png.
+calls go from .20 to .14 (.21), untrue messages hardly (.35 to .27; .31), ending on red tests in
+both arms. All six share one weight: with five times as much they go faster.
+Figure: figures/habits.png.
 """
 
 import sys
