@@ -460,16 +460,15 @@ def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None
     if temperature is None:
         temperature = config["temperature"]
     # A policy has seen no prompt without a setting of effort, if it was trained with any.
-    settings = settings_of(config)
+    settings, asked = settings_of(config), []
     middle = settings[len(settings) // 2]
-    tasks = [
-        task if "effort" in task.meta else length_penalty.ask_for(task, middle) for task in tasks
-    ]
+    for task in tasks:
+        asked.append(task if "effort" in task.meta else length_penalty.ask_for(task, middle))
     # The limits that the policy was trained with: others would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
-    return rollout.sample_groups(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
+    return rollout.sample_groups(sampler, asked, passes, seed, limits, Sandbox(), compact, numbers)
 
 
 def run_policy(

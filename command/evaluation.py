@@ -132,9 +132,9 @@ def is_done(run, asked):
     # A full disk may have left half of the file: whatever cannot be read holds no such table.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         done = json.loads(Path(asked.config.out, "summary.json").read_text())
-        # The report is written last.
-        whole = Path(asked.config.out, "report.html").exists()
-        if asked.trained and whole and done["key"] == asked.key:
+        # The report is written last: without it something was not.
+        has_report = Path(asked.config.out, "report.html").exists()
+        if asked.trained and has_report and done["key"] == asked.key:
             run.say(done["table"])
             return True
     return False

@@ -131,8 +131,8 @@ def find_dead_helpers(files, base, chosen, found):
 
     # Nothing that is left may name a helper: neither code nor docs, nor a build file, which may
     # have it as a command. Those that are named stay, and so may what they use.
-    read = ".py", ".pyi", ".toml", ".cfg", ".md", ".rst"
-    left = "\n".join(base[path] for path in base if path.endswith(read))
+    endings = ".py", ".pyi", ".toml", ".cfg", ".md", ".rst"
+    left = "\n".join(base[path] for path in base if path.endswith(endings))
     while True:
         leaving = "\n".join(own_text(files, one) for one in helpers)
         stay = []
