@@ -44,9 +44,9 @@ def more_neutral_hints():
     train.NEUTRAL_HINT_RATE = 0.1
 
 
-# A hint on a whole turn speaks about all of its tokens, one on a call about its name. In a mean over
-# all of them a habit that has many tokens leaves the others little. Here each habit has a mean of
-# its own, which weighs what it would weigh without the others.
+# A hint on a whole turn speaks about all of its tokens, one on a call about its name. In a mean
+# over all of them a habit that has many tokens leaves the others little. Here each habit has a mean
+# of its own, which weighs what it would weigh without the others.
 plain_splice = feedback_distill.splice
 plain_pack, plain_loss = feedback_distill.pack_hinted, feedback_distill.feedback_loss
 

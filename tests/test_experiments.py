@@ -487,7 +487,9 @@ def test_the_constant_pushes_down_the_tokens_that_a_hint_speaks_about_and_no_oth
         np.testing.assert_allclose(each, train.Config.feedback / max(num_rollouts, flagged), 1e-5)
 
 
-@pytest.mark.parametrize("habits_taught", ["unavailable_tool", "unavailable_tool,repetition,code_style"])
+@pytest.mark.parametrize(
+    "habits_taught", ["unavailable_tool", "unavailable_tool,repetition,code_style"]
+)
 def test_the_mean_of_each_habit_is_over_its_own_tokens(habits_taught):
     rules, played = habits_taught.split(","), []
     for seed in range(8):
