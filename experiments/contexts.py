@@ -52,7 +52,6 @@ to write without a look what only its teacher has read. A larger model: not run.
 import math
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,18 +290,6 @@ def specification_of_text():
     feedback_distill.find_hinted_tokens = find_written_text
 
 
-class LargerTeacher(feedback_distill.Teacher):
-    """Another model than the policy's, in a module of its own, which stays as it is"""
-
-    def __init__(self, model, larger):
-        super().__init__(model, "current")  # keeps no copy of the policy
-        self.larger = larger
-
-    @contextmanager
-    def swapped_weights(self):
-        yield self.larger
-
-
 class WithLargerTeacher(train.Reinforcement):
     """The teacher is out/wide-SEED, and reads what the policy reads."""
 
@@ -316,7 +303,9 @@ class WithLargerTeacher(train.Reinforcement):
         # Its logits are compared with the policy's token by token.
         assert extra["tokenizer"]["ranks"] == run.tokenizer.ranks, f"{path}: another tokenizer"
         larger = fast.accelerate(larger).to(run.device).compute_in(run.dtype)
-        self.teacher = LargerTeacher(run.model, larger.requires_grad_(False).eval())
+        # "current": the weights that its own module holds, of which no copy is kept
+        larger = larger.requires_grad_(False).eval()
+        self.teacher = feedback_distill.Teacher(larger, "current")
 
     def find_hints(self, played):
         return above_every_turn(played, "")

@@ -22,18 +22,17 @@ the recipe .958, .926, .914. A fixed list of ten tasks a level does not stall in
 .926, .903). Figure: figures/deletions.png.
 """
 
-import json
 import math
 import random
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import length_penalty
 import rollout
 import synth_tasks
 import train
+from command import step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.tasks import ten_of_a_level
@@ -285,7 +284,7 @@ def opened():
 
 # 4. More numbers of the end, and the arms.
 def what_was_deleted(folder, policies):
-    lines = [json.loads(line) for line in Path(folder, "rl.jsonl").read_text().splitlines()]
+    lines = step_log.read_step_log(folder, "rl")
     found = {}
     for name in ("valid_deletions", "created", "created_won"):
         for part, some in (("first", lines[:10]), ("last", lines[-10:])):

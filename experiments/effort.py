@@ -94,7 +94,7 @@ def digits():
     weights = map(float, length_penalty.PRICE_WEIGHTS.split(","))
     trained = dict(zip(DIGITS, weights))
     length_penalty.read_price_weights = lambda text: trained
-    eval.settings_of = lambda config: length_penalty.SETTINGS
+    asked_with_labels()
     # The expert heeds a digit as it heeds the word.
     for digit, word in DIGITS.items():
         expert.THOROUGH[digit] = expert.THOROUGH[word]

@@ -27,14 +27,13 @@ Figure: figures/habits.png.
 
 import sys
 
-import eval
 import feedback_distill
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
+from experiments.tables import HABITS
 
 ALL_HABITS = f"--habits={','.join(feedback_distill.REMINDERS)}"
-HABITS = ("bad_tool", *eval.HABITS)  # their names in logs and evaluations
 
 
 # A constant of the recipe is changed where it stands.

@@ -176,10 +176,6 @@ def meaning_at_every_turn(played, group):
     return contexts.above_every_turn(played, text)
 
 
-class HintsOnMeaning(contexts.WithContext):
-    context = staticmethod(meaning_at_wrong_edits)
-
-
 class SelfDistillation(contexts.WithContext, HintsAlone):
     context = staticmethod(meaning_at_every_turn)
 
@@ -234,7 +230,7 @@ def self_distillation():
 
 def hints():
     new_tasks()
-    train.STAGE["rl"] = HintsOnMeaning
+    train.STAGE["rl"] = contexts.stage_with(meaning_at_wrong_edits)
 
 
 def another_policy():

@@ -162,16 +162,19 @@ def attend_by_products(q, k, v, mask, scale):
 # ---------------------------------------------------------------- experts
 
 
-def grouped_swiglu(x, counts, w_gate, w_up, w_down):
+def grouped_swiglu(x, counts, w_gate, w_up, w_down, round_rows=lambda rows: rows):
     """The twin of the loop in moe.Experts.forward: one grouped GEMM per matrix instead of E small
     ones. x (M, D) sorted by expert, counts (E,): rows per expert, w_gate and w_up (E, F, D), w_down
-    (E, D, F) -> (M, D)"""
+    (E, D, F) -> (M, D). round_rows: what becomes of the rows before a product (low precision)"""
     offsets = counts.cumsum(0).to(torch.int32)  # (E,): where each expert's rows end
 
     def multiply(rows, weights):  # (M, C) times (E, R, C) -> (M, R)
         return F.grouped_mm(rows, weights.to(rows.dtype).transpose(-2, -1), offs=offsets)
 
-    return multiply(F.silu(multiply(x, w_gate)) * multiply(x, w_up), w_down)
+    # x is an operand of two products and is rounded once.
+    x = round_rows(x)
+    hidden = F.silu(multiply(x, w_gate)) * multiply(x, w_up)
+    return multiply(round_rows(hidden), w_down)
 
 
 class LoopedSwiGLU(torch.autograd.Function):
@@ -317,17 +320,24 @@ class Unpermute(torch.autograd.Function):
         return rows, None, None, torch.bmm(copies, grad[:, :, None])[:, :, 0]
 
 
+def route_tokens(layer, x, replay, record):
+    """How every form of moe.MoE.forward begins: x (B, T, D) -> its tokens (M, D), the experts of
+    each and their gates (M, K)"""
+    tokens = x.flatten(0, 1)  # (M, D)
+    if replay is not None:
+        replay = replay.flatten(0, 1)  # (M, K)
+    choice, gates = layer.router(tokens, replay)  # (M, K) each
+    if record is not None:
+        record.append(choice.view(*x.shape[:2], -1))
+    return tokens, choice, gates
+
+
 class FastMoE(MoE):
     """The twin of moe.MoE.forward. Python never waits for a GPU to tell it a size, and sums over a
     token's experts have a fixed order (see Permute)."""
 
     def forward(self, x, replay=None, record=None, real=None):
-        tokens = x.flatten(0, 1)  # (M, D)
-        if replay is not None:
-            replay = replay.flatten(0, 1)  # (M, K)
-        choice, gates = self.router(tokens, replay)  # (M, K) each
-        if record is not None:
-            record.append(choice.view(*x.shape[:2], -1))
+        tokens, choice, gates = route_tokens(self, x, replay, record)
 
         # Sort the M*K pairs by expert: each expert's rows become one contiguous block.
         order = choice.flatten().argsort(stable=True)  # (M*K,)

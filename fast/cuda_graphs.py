@@ -139,7 +139,7 @@ class GraphSampler(Sampler):
         super().__init__(*arguments, rows=rows, **options)
         self.captured = CapturedSteps("a sampling step", self.device, graph, self.model)
 
-    def padded_batch_size(self, active, rows):
+    def padded_batch_size(self, active):
         return size_above(active)
 
     def piece_widths(self, longest):

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fast.cpu_kernels import attend_in_blocks
+from fast.cpu_kernels import attend_in_blocks, route_tokens
 from moe import Attention, MoE, apply_rotary_emb, linear
 
 
@@ -146,12 +146,7 @@ class WideMoE(MoE):
     def forward(self, x, replay=None, record=None, real=None):
         if not self.runs_wide(x):
             return super().forward(x, replay, record, real)
-        tokens = x.flatten(0, 1)  # (M, D)
-        if replay is not None:
-            replay = replay.flatten(0, 1)  # (M, K)
-        choice, gates = self.router(tokens, replay)  # (M, K) each
-        if record is not None:
-            record.append(choice.view(*x.shape[:2], -1))
+        tokens, choice, gates = route_tokens(self, x, replay, record)
         return self.all_experts(tokens, choice, gates).unflatten(0, x.shape[:2])
 
     def runs_wide(self, x):

@@ -21,12 +21,10 @@ and passes straight through the rounding.
 Letters: C columns (the axis that is summed over), M rows sorted by expert, E experts.
 """
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
 import moe
+from fast.cpu_kernels import grouped_swiglu
 from fast.decode import joined
 
 # ---------------------------------------------------------------- the formats
@@ -99,23 +97,6 @@ class Quantize(torch.autograd.Function):
 # ---------------------------------------------------------------- the experts
 
 
-def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision, rounded=False):
-    """As grouped_swiglu, but the operands of every product are rounded to `precision`. rounded: the
-    weights are rounded already"""
-    offsets = counts.cumsum(0).to(torch.int32)  # (E,): where each expert's rows end
-
-    # The weights are rounded in each product, the rows before it.
-    def multiply_rounded(rows, weights):
-        if not rounded:
-            weights = Quantize.apply(weights.to(rows.dtype), precision)
-        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
-
-    # x is an operand of two products and is rounded once.
-    x = Quantize.apply(x, precision)
-    hidden = F.silu(multiply_rounded(x, w_gate)) * multiply_rounded(x, w_up)
-    return multiply_rounded(Quantize.apply(hidden, precision), w_down)
-
-
 class LowPrecisionExperts(moe.Experts):
     """The twin of moe.Experts.forward where the operands of its products are rounded to the format
     `precision`"""
@@ -125,14 +106,17 @@ class LowPrecisionExperts(moe.Experts):
         return bool(experts.precision)
 
     def forward(self, x, counts):
-        weights = self.local_weights()
+        dtype, weights = x.dtype, self.local_weights()
+
+        def round_to_format(tensor):
+            return Quantize.apply(tensor.to(dtype), self.precision)
+
+        def round_weights():
+            return [round_to_format(weight) for weight in weights]
+
         # In sampling, weights serve thousands of steps: they are rounded once.
-        rounded = torch.is_inference_mode_enabled()
-        if rounded:
-            round_all = partial(round_weights, weights, x.dtype, self.precision)
-            weights = joined(self, weights, round_all, x.dtype)
-        return low_precision_swiglu(x, counts, *weights, self.precision, rounded)
-
-
-def round_weights(weights, dtype, precision):
-    return [FORMATS[precision](weight.to(dtype)) for weight in weights]
+        if torch.is_inference_mode_enabled():
+            rounded = joined(self, weights, round_weights, dtype)
+        else:
+            rounded = round_weights()
+        return grouped_swiglu(x, counts, *rounded, round_to_format)

@@ -414,7 +414,7 @@ class Sampler:
             self.cache.copy_rows(idle_places + late_places, late_places + idle_places, used)
         return active
 
-    def padded_batch_size(self, active, rows):
+    def padded_batch_size(self, active):
         """How many rows are fed when `active` ones are sampling: a multiple of 8, so that few
         different shapes come up. Fewer than 8 rows are fed alone."""
         return active + -active % min(active, 8)
@@ -437,7 +437,7 @@ class Sampler:
 
         # 2) One forward pass over all rows, and a draw behind every token that was fed. The random
         # numbers are the rows' own, one for each place.
-        batch_size = min(self.padded_batch_size(active, rows), self.rows)
+        batch_size = min(self.padded_batch_size(active), self.rows)
         fed, position = self.batch_to_feed(rows, drafts, batch_size, width)
         uniforms = [row.peek_uniforms(1 + len(draft)) for row, draft in zip(rows, drafts)]
         drawn_tokens, logprobs, chosen = self.decode_and_draw(fed, position, uniforms)

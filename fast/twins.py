@@ -21,8 +21,8 @@ here: tests/test_fast_twins.py prints it.
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
+import pkgutil
 import textwrap
 from dataclasses import dataclass
 
@@ -82,11 +82,8 @@ TWINS = (
 def find_form(name):
     """ "moe.MoE.forward" -> (the function or class of that name, the class that it is a method of
     or None)"""
-    module, *path = name.split(".")
-    found, owner = importlib.import_module(module), None
-    for part in path:
-        owner, found = found, getattr(found, part)
-    return found, owner if inspect.isclass(owner) else None
+    owner = pkgutil.resolve_name(name.rpartition(".")[0])
+    return pkgutil.resolve_name(name), owner if inspect.isclass(owner) else None
 
 
 @functools.lru_cache(maxsize=None)
@@ -184,18 +181,12 @@ def is_edited(twin):
 # ---------------------------------------------------------------- the twins take their places
 
 
-def load_twin(twin):
-    """-> the function or class that a line of TWINS names"""
-    module, _, name = twin.twin.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def choose(plain):
     """The twin of a function or class of the book, or itself if it was edited or has none"""
     name = f"{plain.__module__}.{plain.__qualname__}"
     for twin in TWINS:
         if twin.forms[0] == name and not is_edited(twin):
-            return load_twin(twin)
+            return pkgutil.resolve_name(twin.twin)
     return plain
 
 
@@ -216,7 +207,7 @@ def accelerate(model):
     for twin in TWINS:
         method, owner = find_form(twin.forms[0])
         if owner is not None and not is_edited(twin):
-            methods.append((owner, method, load_twin(twin)))
+            methods.append((owner, method, pkgutil.resolve_name(twin.twin)))
 
     for module in model.modules():
         # A class that overrides the plain method, or has its twin already, keeps its own.

@@ -20,9 +20,9 @@ the entries that the old ones left).
 import atexit
 import contextlib
 import hashlib
-import importlib
 import multiprocessing
 import os
+import pkgutil
 import queue
 import signal
 import sys
@@ -222,8 +222,7 @@ def apply_patch(name):
     """Changes the recipe in this process as the trainer's was changed: name is an experiment's
     patch as module:function, "" for the plain recipe"""
     if name:
-        module, _, function = name.partition(":")
-        getattr(importlib.import_module(module), function)()
+        pkgutil.resolve_name(name)()
 
 
 def worker_main(pipe, trainer, settings, patch=""):
