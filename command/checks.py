@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from command import checkpoints, published_model
 from command.flags import is_first_rank, rules_of, usage_error, write_value
-from command.hardware import dtype_of, fast_dtype, this_card, uses_card
+from command.hardware import device_of, dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
 from world.task import Refusal
 from repositories.task_file import read_tasks
@@ -52,7 +52,7 @@ def check_hardware(config):
     """Is there such a device, and can it compute in this dtype?"""
     if config.device == "cuda" and not torch.cuda.is_available():
         usage_error("--device=cuda: there is no such device here")
-    card = uses_card({"device": config.device})
+    card = device_of(config) == "cuda"
     if config.dtype == "bfloat16" and card and fast_dtype("cuda") == torch.float32:
         usage_error(
             f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave "

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from command import checkpoints, hardware, published_model
 from command.flags import fill_in
-from command.output_files import current_commit, digest_file
+from command.output_files import current_commit, digest_file, to_json
 from command.drawing import draw_safely
 from command.learning_curves import draw_training
-from command.policy_report import draw_policies, format_table, write_json
+from command.policy_report import draw_policies, format_table
 from command.report import write_report_page
 from command.step_log import minutes_so_far, read_step_log
 from world.task import Refusal
@@ -158,7 +158,8 @@ def write_evaluation(run, asked, numbers, episodes):
     # Beside the evaluation stands the last line of each stage's log.
     kind = "given" if config.tasks else "held-out"
     text = format_table(numbers, kind) + f"\n{cost}"
-    extra = {
+    written = {
+        **numbers,
         "table": text,
         "config": asdict(config),
         "commit": current_commit(),
@@ -170,7 +171,7 @@ def write_evaluation(run, asked, numbers, episodes):
     # cost it.
     print(f"\n{text}\n")
     try:
-        write_json(numbers, out / "summary.json", extra)
+        (out / "summary.json").write_text(to_json(written, indent=1))
     except OSError as error:
         reason = error.strerror or error
         print(

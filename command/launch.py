@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from command.checkpoints import SaveFailed
 from command.flags import is_first_rank, usage_error
+from command.hardware import device_of
 from world.machine import MachineFailure, fcntl
 
 
@@ -59,7 +60,7 @@ def launch_local_ranks(argv, config, program):
     --cp or --ep it starts nothing. program: the words before the flags. -> config"""
     # PLAIN_REPLICAS: this process was started here, or has started the others for a stage before.
     launched = "PLAIN_REPLICAS" in os.environ
-    cuda = torch.cuda.is_available() and config.device != "cpu"
+    cuda = device_of(config) == "cuda"
     if not launched and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
         return replace(config, processes=1)
 

@@ -20,9 +20,9 @@ def mean_known(values):
     return float(np.mean(known)) if known else math.nan
 
 
-def running_mean(values, window=5):
-    """For each value the mean over the last `window` values up to it"""
-    return [mean_known(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+def running_mean(values):
+    """For each value the mean over the last five values up to it"""
+    return [mean_known(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
 
 
 def draw_training(logs, folder, form="png"):

@@ -159,21 +159,14 @@ def pair_rows(numbers):
 # ---------------------------------------------------------------- files
 
 
-def write_report(numbers, folder, name, extra=None, kind="held-out"):
+def write_report(numbers, folder, name, kind="held-out"):
     """Writes the numbers (see eval.summarize_policies) as JSON and as figures into the folder.
-    name: of the JSON file; extra: more of its entries. -> the text of the table, with the reason
-    below it if there are no figures"""
-    write_json(numbers, Path(folder, name), extra)
+    name: of the JSON file. -> the text of the table, with the reason below it if there are no
+    figures"""
+    Path(folder, name).write_text(to_json(numbers, indent=1))
     problem = drawing.draw_safely(draw_policies, numbers, folder)
     text = format_table(numbers, kind)
     return f"{text}\n{problem}" if problem else text
-
-
-def write_json(numbers, path, extra=None):
-    """Writes the numbers, and what else belongs in the file."""
-    data = {"policies": numbers["policies"], **(extra or {})}
-    data |= {name: value for name, value in numbers.items() if name != "policies"}
-    path.write_text(to_json(data, indent=1))
 
 
 # ---------------------------------------------------------------- figures
@@ -196,6 +189,15 @@ def draw_policies(numbers, folder, form="png"):
         draw_bench(benches, Path(folder, f"bench.{form}"))
 
 
+def values_and_errors(rows, key, interval):
+    """-> what `rows` have under `key` (N,), and how far the 95 % interval of each reaches below and
+    above it (2, N)"""
+    values = np.array([row[key] for row in rows])
+    low, high = np.array([row[interval] for row in rows]).T
+    # Of few passes an interval may lie beside the share by a rounding error.
+    return values, np.maximum([values - low, high - values], 0)
+
+
 def draw_bench(benches, path):
     """A row for each level of the bench, a point with its 95 % interval for each policy.
     benches: {name: numbers of the bench, overall and by levels}"""
@@ -206,10 +208,7 @@ def draw_bench(benches, path):
         # The policies of a row stand one above the other.
         below = 0.5 * number / max(1, len(benches) - 1) - 0.25
         rows = {level: row for level, row in bench["levels"].items() if level in places}
-        solved = np.array([row["solved"] for row in rows.values()])
-        low, high = np.array([row["interval"] for row in rows.values()]).T
-        # Of few passes the interval may lie beside the share by a rounding error.
-        errors = np.maximum([solved - low, high - solved], 0)
+        solved, errors = values_and_errors(rows.values(), "solved", "interval")
         label = f"{name}: {bench['overall']['solved']:.2f}"
         heights = [places[level] + below for level in rows]
         ax.errorbar(solved, heights, xerr=errors, fmt="o", capsize=2, label=label)
@@ -269,13 +268,8 @@ def draw_score(policies, careful, path):
     for name, policy in policies.items():
         settings = numbers_by_setting(policy)
         rows = [numbers["overall"] for numbers in settings.values()]
-        solved = np.array([row["solved"] for row in rows])
-        tokens = np.array([row["tokens"] for row in rows])
-        low, high = np.array([row["interval"] for row in rows]).T
-        least, most = np.array([row["tokens_interval"] for row in rows]).T
-        # Of few passes an interval may lie beside the share by a rounding error.
-        up = np.maximum([solved - low, high - solved], 0)
-        across = np.maximum([tokens - least, most - tokens], 0)
+        solved, up = values_and_errors(rows, "solved", "interval")
+        tokens, across = values_and_errors(rows, "tokens", "tokens_interval")
         label = f"{name}: {policy['overall']['solved']:.2f}"
         bars = left.errorbar(tokens, solved, up, across, fmt="-", capsize=2, label=label)
         cost = np.array([1000 * row["cost"] for row in rows])

@@ -25,7 +25,7 @@ from bisect import bisect
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from world.tools import ARGUMENTS, tool_schema
+from world.tools import ARGUMENTS
 
 # ---------------------------------------------------------------- the forms
 
@@ -170,15 +170,6 @@ def find_chat(special):
     return None
 
 
-def declare_tools(chat, tools):
-    """-> (template, its fields) of the text that tells the model which tools there are"""
-    lines = []
-    for tool in tools:
-        lines.append(json.dumps({"type": "function", "function": tool_schema(tool)}))
-    between = "," if "[{tools}]" in chat.opening else "\n"
-    return chat.opening, {"tools": between.join(lines)}
-
-
 # ---------------------------------------------------------------- reading what was sampled
 
 UNREADABLE = "This call cannot be read."
@@ -205,9 +196,10 @@ class CallBlock:
 
 
 def read_json_object(text):
-    """A text that is one JSON object -> {key: (value, where the value begins, where it ends)}. Of
-    equal keys the last one counts, as in every reader of JSON. A ValueError where the text is
-    none. (json.loads does not say where things stand.)"""
+    """A text that begins with a JSON object -> {key: (value, where the value begins, where it
+    ends)}, and the place where what follows the object begins. Of equal keys the last one counts,
+    as in every reader of JSON. A ValueError where the text begins with none. (json.loads does not
+    say where things stand.)"""
     decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n]*")
 
@@ -238,15 +230,7 @@ def read_json_object(text):
         elif text[at : at + 1] != "}":
             raise ValueError("no end")
 
-    if skip_space(at + 1) != len(text):
-        raise ValueError("more behind it")
-    return members
-
-
-def read_json_members(text):
-    """As read_json_object, of the JSON object that a text begins with; more text may follow."""
-    _, end = json.JSONDecoder().raw_decode(text)
-    return read_json_object(text[:end])
+    return members, skip_space(at + 1)
 
 
 # one character of a value as a JSON string writes it: a surrogate pair, an escape, or itself
@@ -267,7 +251,9 @@ def read_json_block(block):
     block."""
     # If the text is no JSON, the name may still be readable; the arguments are None then.
     try:
-        members = read_json_object(block.text)
+        members, end = read_json_object(block.text)
+        if end < len(block.text):
+            raise ValueError("more behind it")
     except ValueError:
         name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
         block.name_end = block.text.index(name) + len(name) + 1
@@ -377,7 +363,7 @@ def close_block(tokenizer, body, block, stop, whole):
     """Fills in a call that ends before token number `stop`. whole: did its own control token end
     it?"""
     chat = tokenizer.chat
-    block.text = tokenizer.mark_controls(body[block.inside : stop], chat.marks())
+    block.text = tokenizer.mark_controls(body[block.inside : stop])
     # Qwen's parsers (no chat.reads) also take a call that the end of the turn cut off.
     if whole or not chat.reads:
         read_block(chat, block)
@@ -430,10 +416,9 @@ def take_arguments(call, given):
 
 def find_character(tokenizer, body, block, character):
     """-> the number of the token in `body` that holds a character of a call's text"""
-    marks = tokenizer.chat.marks()
 
     def text_length(i):
-        return len(tokenizer.mark_controls(body[block.inside : i + 1], marks))
+        return len(tokenizer.mark_controls(body[block.inside : i + 1]))
 
     places = range(block.inside, len(body))
     return block.inside + bisect(places, character, key=text_length)

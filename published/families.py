@@ -121,7 +121,7 @@ class Settings:
             raise ValueError(f"{self.path}: {key} = {value!r:.60}, not int from {low} to {high}")
         return value
 
-    def number(self, key, default=None, low=0, high=1e3):
+    def number(self, key, default, low, high):
         value = self.value(key, default)
         # an int beyond `high` may be too large for a float
         if type(value) is int and abs(value) <= high:

@@ -32,16 +32,15 @@ import tiktoken
 
 from published.chat import (
     CONTROL,
-    declare_tools,
     find_calls,
     find_character,
     find_chat,
     find_in_json_string,
-    read_json_members,
+    read_json_object,
     take_arguments,
 )
 from rollout import CONTROLS, SPLIT, Call, Tokenizer, Turn
-from world.tools import name_arguments
+from world.tools import name_arguments, tool_schema
 
 # ---------------------------------------------------------------- patterns and names
 
@@ -173,10 +172,11 @@ class PublishedTokenizer(Tokenizer):
             tokens += [self.special[part]] if i % 2 else self.encode(part.format(**words))
         return tokens
 
-    def mark_controls(self, tokens, names=None):
-        """Tokens -> text with a zero byte before each control token (those of `names`, or all) and
-        nowhere else. So a control token is not mistaken for text that spells its name."""
-        known = {i: name for name, i in self.special.items() if names is None or name in names}
+    def mark_controls(self, tokens):
+        """Tokens -> text with a zero byte before each control token of calls and nowhere else. So a
+        control token is not mistaken for text that spells its name."""
+        marks = self.chat.marks()
+        known = {i: name for name, i in self.special.items() if name in marks}
         text = ""
         for name, part in groupby(tokens, known.get):
             part = list(part)
@@ -222,8 +222,11 @@ class PublishedTokenizer(Tokenizer):
         return turn.text
 
     def declare_tools(self, tools):
-        template, words = declare_tools(self.chat, tools)
-        return self.render_template(template, **words)
+        lines = []
+        for tool in tools:
+            lines.append(json.dumps({"type": "function", "function": tool_schema(tool)}))
+        between = "," if "[{tools}]" in self.chat.opening else "\n"
+        return self.render_template(self.chat.opening, tools=between.join(lines))
 
     # ---- calls
 
@@ -306,7 +309,7 @@ class PublishedTokenizer(Tokenizer):
 
         # The written text is the argument `new`; the character is looked for in its JSON string.
         arguments = block.text[block.arguments_at :]
-        _, new, _ = read_json_members(arguments)["new"]
+        _, new, _ = read_json_object(arguments)[0]["new"]
         character = block.arguments_at + find_in_json_string(arguments, new, place)
         token = find_character(self, body, block, character)
         return (token, token + 1) if token < len(body) else (0, len(body))

@@ -311,12 +311,8 @@ def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
 
 def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
-    text = policy_report.write_report(
-        evaluation.summarize_policies({"one": RECORDS, "two": other}),
-        tmp_path,
-        "eval.json",
-        {"note": 1},
-    )
+    numbers = {**evaluation.summarize_policies({"one": RECORDS, "two": other}), "note": 1}
+    text = policy_report.write_report(numbers, tmp_path, "eval.json")
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
     assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows[
         "level 3: solved (tokens)"
