@@ -302,7 +302,9 @@ class WithLargerTeacher(train.Reinforcement):
             usage_error(f"{path}: the larger model comes first", "experiments.contexts")
         # Its logits are compared with the policy's token by token.
         assert extra["tokenizer"]["ranks"] == run.tokenizer.ranks, f"{path}: another tokenizer"
-        larger = fast.accelerate(larger).to(run.device).compute_in(run.dtype)
+        if not run.config.plain:
+            fast.accelerate(larger)
+        larger.to(run.device).compute_in(run.dtype)
         # "current": the weights that its own module holds, of which no copy is kept
         larger = larger.requires_grad_(False).eval()
         self.teacher = feedback_distill.Teacher(larger, "current")

@@ -26,6 +26,7 @@ Left out: a test of significance. Three seeds carry none; differences are shown 
 
 import functools
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -155,6 +156,8 @@ def run_arm(name, argv):
     module, _, function = name.partition(":")
     try:
         patch = getattr(importlib.import_module(module), function)
+        if not inspect.isfunction(patch):
+            raise ValueError
     except (ImportError, AttributeError, ValueError):
         usage_error(
             f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked"

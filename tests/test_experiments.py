@@ -1139,7 +1139,12 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
     assert "experiments.objective:overlong_masked" in done.stderr
     label = checkpoints.made_by(tmp_path / "run" / "rl")
     assert label == "made by experiments.objective:overlong_masked"
-    for wrong in ("--arm=experiments.objective:nothing", "--arm=nothing", "--x"):
+    for wrong in (
+        "--arm=experiments.objective:nothing",
+        "--arm=experiments.objective:EXPERIMENT",
+        "--arm=nothing",
+        "--x",
+    ):
         done = go(*command, wrong, "--", *words)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
