@@ -203,7 +203,7 @@ def without_copies(files, base, lost, gone):
             # Half of the lines are enough to leave a file out. A source may go only if most of its
             # lines are lines of the original. A file that has to stay counts as a copy only if it
             # holds every line of several that say something: one line may be chance.
-            lines = code_lines(files[one.path], [node])
+            lines = code_lines(files[one.path], node)
             several = len(leftovers.distinctive(lines)) > 1
             for path, text in list(base.items()):
                 if not leftovers.holds_code(text, lines, node.name):
@@ -222,7 +222,7 @@ def without_test_copies(files, base, hidden):
     for group in hidden:
         stored = files[file_of_test(group)]
         node = find_test(stored, group)
-        lines = code_lines(stored, [node])
+        lines = code_lines(stored, node)
         for path, text in base.items():
             if not path.endswith(".py") and leftovers.holds_code(
                 text, lines, node.name, every=True

@@ -14,12 +14,13 @@ declare and no build has written down.
 """
 
 import ast
+import email
 import json
 import re
 from pathlib import Path
 
 from repositories.deletion import sources
-from repositories.source import package_root
+from repositories.source import called_name, package_root
 from world.untrusted import parsed
 from repositories.suite import read_ini, read_toml
 
@@ -46,12 +47,14 @@ def metadata(files, repo=None):
 
     files: the tree; repo: the folder it was copied from, in which a build may have left metadata
     that a copy leaves out."""
-    # A setup.py gives literal arguments; the other files are tables.
+    # The PKG-INFO of a source distribution has headers like those of a letter. A setup.py gives
+    # literal arguments; the other files are tables.
+    headers = email.message_from_string(files.get("PKG-INFO", ""))
     arguments = setup_arguments(files)
-    project = table(read_toml(files.get("pyproject.toml", "")), "project")
-    poetry = table(read_toml(files.get("pyproject.toml", "")), "tool", "poetry")
+    declared = read_toml(files.get("pyproject.toml", ""))
+    project, poetry = table(declared, "project"), table(declared, "tool", "poetry")
     config = read_ini(files.get("setup.cfg", ""))
-    tables = [package_info(files), project, poetry, config.get("metadata", {}), arguments]
+    tables = [headers, project, poetry, config.get("metadata", {}), arguments]
 
     # The first one that tells a name or a version decides. A version that only a build works out is
     # not known.
@@ -91,22 +94,11 @@ def first_word(tables, key):
     return ""
 
 
-def package_info(files):
-    """The name and the version of a source distribution's PKG-INFO, whose headers end at its first
-    empty line."""
-    found = {}
-    for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
-        key, _, value = line.partition(": ")
-        found[key.lower()] = value
-    return found
-
-
 def setup_arguments(files):
     """{name: value} of the literal arguments that setup.py gives to setup()."""
     found = {}
     for node in ast.walk(parsed(files.get("setup.py", ""))):
-        called = getattr(node, "func", None)
-        if getattr(called, "id", getattr(called, "attr", "")) != "setup":
+        if not isinstance(node, ast.Call) or called_name(node) != "setup":
             continue
         for word in node.keywords:
             try:

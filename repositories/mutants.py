@@ -26,7 +26,7 @@ import builtins
 import inspect
 import re
 
-from repositories.source import SourceText, find_test
+from repositories.source import SourceText, called_name, file_of_test, find_test
 from world.untrusted import read_literal
 
 # For each operator one that is false where it is true. == and `in` get other values instead.
@@ -314,12 +314,6 @@ class Changes(ast.NodeVisitor):
                     self.change_value(keyword.value)
 
 
-def called_name(node):
-    """The last name of what is called, `approx` for pytest.approx(1); "" where it has no name."""
-    function = node.func if isinstance(node, ast.Call) else node
-    return getattr(function, "id", None) or getattr(function, "attr", "")
-
-
 def is_helper(node, name, method):
     """Whether a call that stands alone asserts, judged by its name or, for a plain function, by its
     having two arguments. method: whether it is called as an attribute."""
@@ -359,10 +353,10 @@ def with_mutants(files, mutants, lost=()):
     """The files with mutants in the place of their tests. mutants: {node id of a test function:
     (number of the change, place in the value)}; lost: the names of the feature."""
     out = dict(files)
-    for path in {test.split("::")[0] for test in mutants}:
+    for path in {file_of_test(test) for test in mutants}:
         source, edits = SourceText(files[path]), []
         for test, (number, place) in mutants.items():
-            if test.split("::")[0] == path:
+            if file_of_test(test) == path:
                 node = find_test(files[path], test)
                 edits += Changes(source, node, lost, place).found[number][1]
         out[path] = source.apply(edits)

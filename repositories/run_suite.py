@@ -18,10 +18,9 @@ import os
 import time
 from collections import Counter
 
-from world.machine import program_inside
 from repositories import suite as suites
-from world.files import printable, write_tree
-from world.machine import MachineFailure, fresh_directory
+from world.files import printable
+from world.machine import MachineFailure, program_inside
 from repositories.source import file_of_test, function_of_test
 
 # The program that runs a suite inside the sandbox. It sees none of our files, so its text is given
@@ -216,19 +215,14 @@ def green_command(files, plan, ignored, left_out, sandbox):
         if len(command) > LONGEST_COMMAND:
             number = len(left_out | ignored)
             return None, [], f"{number} files hold red tests: leave them out by --ignore in addopts"
-        result = run_command_in(files, command, sandbox)
+        result = sandbox.run_files(files, command)
+        if not result.started:
+            raise MachineFailure(result.output)
         if is_green(result):
             return command, sorted(ignored), sorted(left_out)
         last = printable(result.output.strip().rpartition("\n")[2] or "no output", 200)
         reason = f"`{command}` ends with exit code {result.exit_code}: {last}"
     return None, [], reason
-
-
-def run_command_in(files, command, sandbox):
-    """The Result of a command in a fresh copy of these files, as an agent would run it."""
-    with fresh_directory() as root:
-        write_tree(files, root)
-        return sandbox.run(command, root)
 
 
 def is_green(result):
@@ -250,7 +244,7 @@ def test_import(name):
 """
 
 
-def working_imports(files, sandbox, names, plan=None):
+def working_imports(files, sandbox, names, plan):
     """Those of these modules that can be imported. If one of them ends the process, none can."""
     path = "test_import_of_every_module.py"
     nodes = [f"{path}::test_import[{name}]" for name in names]

@@ -38,7 +38,7 @@ class SourceText:
     give them."""
 
     def __init__(self, stored):
-        self.stored, (self.text, self.encoding) = stored, decode_source(stored)
+        self.text, self.encoding = decode_source(stored)
         self.lines = split_lines(self.text)
         self.starts = [0]
         for line in self.lines:
@@ -64,17 +64,9 @@ class SourceText:
         """The place where the line of this place begins."""
         return max(self.text.rfind("\n", 0, place), self.text.rfind("\r", 0, place)) + 1
 
-    def line_end(self, place):
-        """The place behind the line of this place, its line end included."""
-        found = re.compile(r"\r\n|\r|\n").search(self.text, place)
-        return found.end() if found else len(self.text)
-
     def apply(self, edits):
         """Stored text after the edits (start, end, replacement). An edit that overlaps one that
         begins before it is dropped; mostly it lies inside that one."""
-        if not edits:
-            return self.stored
-
         # Of edits that begin at one place the longest comes first, and the others are inside it.
         kept = []
         for start, end, new in sorted(set(edits), key=lambda edit: (edit[0], -edit[1])):
@@ -201,6 +193,12 @@ def is_overload(node):
     return "overload" in names
 
 
+def called_name(node):
+    """The last name of what is called, `approx` for pytest.approx(1); "" where it has no name."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return getattr(function, "id", None) or getattr(function, "attr", "")
+
+
 # ------------------------------------------------------------ bodies
 def last_line(source, node):
     """The number (from 1) of a definition's last line. Comments below it that are indented deeper
@@ -245,7 +243,7 @@ def body_span(source, node, keep_docstring):
     return source.starts[begin - 1], end, indent
 
 
-def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedError"):
+def replace_bodies(stored, nodes, keep_docstring, body):
     """The file with these functions' bodies replaced. `{first}` in `body` stands for the
     function's first argument other than self, or for None where there is none."""
     source, edits = SourceText(stored), []
@@ -259,18 +257,16 @@ def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedErro
     return cut(source, edits)
 
 
-def code_lines(stored, nodes):
-    """The lines of code in these definitions' bodies, stripped: no docstring, no comment, no blank
-    line."""
+def code_lines(stored, node):
+    """The lines of code in a function's body, stripped: no docstring, no comment, no blank line."""
     # Statement by statement, since a comment between two statements is part of neither.
     source, found = SourceText(stored), []
-    for node in nodes:
-        has_docstring = ast.get_docstring(node, clean=False) is not None
-        for statement in node.body[1:] if has_docstring else node.body:
-            start, end = source.span(statement)
-            for line in map(str.strip, split_lines(source.text[start:end])):
-                if line and not line.startswith("#"):
-                    found.append(line)
+    has_docstring = ast.get_docstring(node, clean=False) is not None
+    for statement in node.body[1:] if has_docstring else node.body:
+        start, end = source.span(statement)
+        for line in map(str.strip, split_lines(source.text[start:end])):
+            if line and not line.startswith("#"):
+                found.append(line)
     return found
 
 
@@ -304,8 +300,8 @@ def cut_statement(source, node, needs_pass):
     `pass`, as where a `pass` is needed; any other goes with its line. A definition also takes along
     its trailing comments and empty lines."""
     start, end = source.span(node)
-    begin, line_end = source.line_start(start), source.line_end(end)
-    before, after = source.text[begin:start], source.text[end:line_end].strip()
+    begin, last = source.line_start(start), node.end_lineno
+    before, after = source.text[begin:start], source.text[end : source.starts[last]].strip()
     if needs_pass or before.strip() or (after and not after.startswith("#")):
         return start, end, "pass"
 
@@ -314,8 +310,7 @@ def cut_statement(source, node, needs_pass):
         last = last_line(source, node)
         while last < len(source.lines) and not source.lines[last].strip(" \t\r\n"):
             last += 1
-        line_end = max(line_end, source.starts[last])
-    return begin, line_end, ""
+    return begin, source.starts[last], ""
 
 
 def remove_statements(stored, nodes):
@@ -431,7 +426,7 @@ def without_names(stored, tree, aliases, names):
                     edits.append((*source.span(part), ast.unparse(left)))
     stored = cut(source, edits + cut_statements(source, tree, whole))
 
-    for statement in filter(is_export, scope_nodes(parsed(stored)) if names else ()):
+    for statement in filter(is_export, scope_nodes(parsed(stored))):
         if set(re.findall(r"\w+", ast.unparse(statement))) & names:
             raise Discard("`__all__` names it in a form that cannot be edited")
     return stored

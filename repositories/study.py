@@ -17,7 +17,7 @@ import importlib.util
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from repositories import editable, suite as suites
@@ -47,7 +47,7 @@ class Repository:
     ignored: list  # test files that cannot be collected here
     # tests that fail, or pass now and then, with nothing deleted: a green command leaves them out
     left_out: list
-    importable: list = field(default_factory=list)  # names of the modules that can be imported
+    importable: list  # names of the modules that can be imported
 
 
 # Runs of a suite before a task is made of it: FEWEST_RUNS, and up to MOST_RUNS as long as all runs

@@ -248,14 +248,13 @@ def investigate_code(task, files, diff):
     diff: {path: (text before, text after)} of the submission."""
     # Nothing to look at where no code was changed, or all of it is the original again.
     paths = [path for path in diff if path.endswith(".py") and not is_protected(path)]
-    paths = [path for path in paths if path in files]
     added = any(is_protected(path) and path not in task.files for path in diff)
-    is_original = {path: files[path] for path in paths} == task.solution
-    if not added and (not paths or is_original):
+    is_unchanged = not paths or {path: files[path] for path in paths} == task.solution
+    if is_unchanged and not added:
         return []
     sandbox = audit_sandbox(task, {})
     found = run_wrong_tests(task, files, added, sandbox)
-    if not paths or is_original:
+    if is_unchanged:
         return found
 
     # Import the changed modules, and call what a generated task's tests show, and more. The

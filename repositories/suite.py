@@ -134,7 +134,7 @@ def words_of(value):
     if isinstance(value, (list, tuple)):
         return [word for word in value if isinstance(word, str)]
     try:
-        return shlex.split(str(value or ""), comments=False)
+        return shlex.split(str(value or ""))
     except ValueError:
         return str(value or "").split()
 

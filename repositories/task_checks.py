@@ -84,7 +84,7 @@ def judging_tests(files, broken, outcomes, deleted_from):
 
 def is_hideable(text, node_id):
     """True if this file defines the test function and names it nowhere else."""
-    name = function_of_test(node_id).split("::")[-1]
+    name = node_id.split("::")[-1]
     return find_test(text, node_id) is not None and not re.search(rf"(?<!def )\b{name}\b", text)
 
 
@@ -115,7 +115,7 @@ def without_tests(files, groups):
 TIMES, TRIES = 10, 4
 
 
-def failing_mutants(files, groups, nodes, names, rng, sandbox, plan=None):
+def failing_mutants(files, groups, nodes, names, rng, sandbox, plan):
     """{test function: its mutants (repositories/mutants.py), at most ROUNDS}. A mutant is kept if
     it fails for the original in each of its cases among `nodes`, ten times of ten. names: what the
     deleted definitions are called."""
@@ -201,10 +201,8 @@ def check_original(task, repository, sandbox):
     original does not win."""
     original = {**task.files, **task.solution}
     for world in WORLDS:
-        # A verdict is given in the first world, so only that one has mutants. A test that only
-        # stays green may be lost here; a broken test or a mutant may not.
-        whole = world == WORLDS[0]
-        lost, loose, _ = run_judgement(task, original, sandbox, world, whole)
+        # A test that only stays green may be lost here; a broken test or a mutant may not.
+        lost, loose, _ = run_judgement(task, original, sandbox, world)
         if loose or set(lost) - set(task.PASS_TO_PASS):
             raise Discard("the original does not pass again")
         if not lost:
@@ -215,7 +213,7 @@ def check_original(task, repository, sandbox):
         # what they ask for must not depend on which task was verified first.
         kept = [node for node in task.PASS_TO_PASS if node not in lost]
         task = replace(task, PASS_TO_PASS=kept)
-        lost, loose, _ = run_judgement(task, original, sandbox, world, whole)
+        lost, loose, _ = run_judgement(task, original, sandbox, world)
         if lost or loose:
             raise Discard("the original does not pass again")
 

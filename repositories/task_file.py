@@ -14,6 +14,7 @@ from repositories import suite as suites
 from world.files import unified
 from repositories.mutants import list_changes, lost_names
 from repositories.source import file_of_test, find_test, function_of_test
+from repositories.verdict import required_tests
 from world.requests import INSTRUCTIONS
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
@@ -124,6 +125,5 @@ def check_repository_task(task):
             demand(type(change) is type(place) is int and 0 <= change < number and 0 <= place)
 
     # The required tests are texts, and the plan has the form of one.
-    required = task.FAIL_TO_PASS + task.PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
-    demand(all(isinstance(node, str) for node in required))
+    demand(all(isinstance(node, str) for node in required_tests(task)))
     suites.plan_of_task(meta.get("suite"))

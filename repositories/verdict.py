@@ -140,13 +140,14 @@ def judge_repository(task, files, sandbox):
 ROUNDS = 2  # runs with mutants; a test has at most so many of them
 
 
-def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
+def run_judgement(task, files, sandbox, world=WORLDS[0]):
     """One judgement: ({test that must pass and did not: its outcome}, the tests whose mutant did
     not fail, the suite's last answer).
 
-    whole: whether more is run than the required tests once. The tests that the deletion broke are
-    run again as they are, too, by the order that the mutants get. Otherwise code could forge in the
-    first run only, which no run of mutants is like."""
+    A verdict is given in the first world: in any other one the required tests are run once and
+    nothing more. In the first one the tests that the deletion broke are run again as they are, too,
+    by the order that the mutants get. Otherwise code could forge in the first run only, which no
+    run of mutants is like."""
     tree, required = overlay(task, files), required_tests(task)
     plan = suites.plan_of_task(task.meta.get("suite"))
     has_mutants = {test for test, sites in task.meta["mutants"].items() if sites}
@@ -156,7 +157,7 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
     # is wrong than tests that were to stay green, which may be unstable, the mutants run, too.
     broken, unstable = task.FAIL_TO_PASS, {}
     runs = [(tree, required, "passed")]
-    if whole:
+    if world == WORLDS[0]:
         runs.append((tree, broken, "passed"))
         for number in range(ROUNDS):
             runs.append((mutated(task, tree, number), broken, "failed"))

@@ -377,8 +377,8 @@ def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red
 
     # the command tells a wrong feature from the right one
     broken = {**files, "shop/price.py": CODE.replace("net + tax", "net - tax")}
-    assert run_suite.is_green(run_suite.run_command_in(files, command, sandbox))
-    assert not run_suite.is_green(run_suite.run_command_in(broken, command, sandbox))
+    assert run_suite.is_green(sandbox.run_files(files, command))
+    assert not run_suite.is_green(sandbox.run_files(broken, command))
 
 
 @pytest.mark.parametrize("number", [20, 60])
@@ -391,7 +391,7 @@ def test_where_too_many_tests_are_red_to_name_each_their_files_are_left_out(numb
         files, plan, [], ["tests/test_red.py::test_that_was_written_for_a_year_0"], sandbox
     )
     assert len(command) < 2000 and len(left_out) == (number if number < 60 else 1)
-    output = run_suite.run_command_in(files, command, sandbox).output
+    output = sandbox.run_files(files, command).output
     assert f"{3 if number < 60 else 2} passed, {number + (number == 60)} deselected" in output
 
 
