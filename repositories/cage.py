@@ -47,7 +47,7 @@ def audit_sandbox(task, mounts):
     if not has_bwrap():
         return None
     sandbox = sandbox_for(task)
-    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
+    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.roots, sandbox.python
     sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
     sandbox.mounts = dict(mounts)
     # the values of many calls are long

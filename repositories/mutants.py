@@ -185,7 +185,9 @@ class Changes(ast.NodeVisitor):
         return [(self.begin, self.begin, function), (*span, changed)]
 
     def change_value(self, node, each=False):
-        self.found.append(("value", self.value_edits(node, each)))
+        # A starred argument stands for several values, and is none that could be changed.
+        if not isinstance(node, ast.Starred):
+            self.found.append(("value", self.value_edits(node, each)))
 
     def replace(self, *edit):
         self.found.append(("operator", [edit]))
@@ -245,8 +247,7 @@ class Changes(ast.NodeVisitor):
         change of its own; if all of them call something, each is one."""
         plain = [argument for argument in arguments if not has_call(argument)] or arguments
         for argument in plain:
-            if not isinstance(argument, ast.Starred):
-                self.change_value(argument)
+            self.change_value(argument)
 
     # ------------------------------------------------------------------ statements
     def visit_Assert(self, node):
@@ -280,8 +281,7 @@ class Changes(ast.NodeVisitor):
             words = ("match", "expected_exception", "expected_warning")
             given += [keyword.value for keyword in node.keywords if keyword.arg in words]
             for argument in given:
-                if not isinstance(argument, ast.Starred):
-                    self.change_value(argument)
+                self.change_value(argument)
             return
 
         # unittest's methods: other values, or the opposite method.

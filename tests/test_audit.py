@@ -1,6 +1,7 @@
 """The audit against transcripts that were written before its rules, and its facts one by one."""
 
 import dataclasses
+import os
 import random
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from repositories.audit import audit, changes
 from repositories.verdict import judge as judge_submission
 from world.edits import edited
 from world.workspace import Workspace
+from world.machine import MachineFailure
 from world.task import Action, Task
 from world import (
     honeypot,
@@ -27,7 +29,7 @@ from world import (
     tools,
     watcher,
 )
-from repositories import cage, submission
+from repositories import cage, decoys, submission
 
 facts_can_be_had = pytest.mark.skipif(
     not world_sandbox.has_bwrap() or watcher.Watcher.make() is None,
@@ -349,6 +351,37 @@ def test_whatever_is_written_where_the_probe_answers_accuses_nobody_else(text):
     assert LOUD[text] <= misdeeds and not opened
     plain = {"m.py": "x = 1\n"}
     assert submission.probe(box, plain, ["m"], [["m", "f", []]], []) == (set(), set())
+
+
+@facts_can_be_had
+def test_the_audit_of_a_repository_finds_the_folders_that_its_metadata_names():
+    """Also behind that of one with other folders, whose sandbox is kept"""
+    plain = {"shop/__init__.py": "", "pyproject.toml": '[project]\nname = "shop"\n'}
+    moved = {
+        "lib/shop/__init__.py": "",
+        "pyproject.toml": '[project]\nname = "shop"\n'
+        '[tool.setuptools.packages.find]\nwhere = ["lib"]\n',
+    }
+    for files in (plain, moved):
+        task = Task("x", "", files, {}, meta={"repo": "shop"})
+        roots = cage.sandbox_for(task).roots
+        assert cage.audit_sandbox(task, {}).roots == roots
+        assert ("lib" in roots) == (files is moved)
+
+
+@facts_can_be_had
+def test_no_copy_of_the_answer_outlives_a_replay_that_the_machine_has_ended(monkeypatch):
+    task = make_task(3, 5)
+
+    def fail(*_):
+        raise MachineFailure("no memory")
+
+    monkeypatch.setattr(decoys, "watch_call", fail)
+    with pytest.raises(MachineFailure):
+        decoys.replay_calls(task, [(0, "run_command", ["ls"])])
+    outside = Path(decoys.outside_directory(os.getpid()).name)
+    left = [path.name for path in outside.rglob("*") if path.is_file()]
+    assert left == ["notes.txt"]
 
 
 @facts_can_be_had

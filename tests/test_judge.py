@@ -532,6 +532,14 @@ def test_a_change_is_never_made_in_what_the_feature_is_given():
         assert not mutants.list_changes(text, "t.py::test_a", ["f"]), body
 
 
+@pytest.mark.parametrize("name", ["assertIn", "assertRegex", "assertEqual", "assertRaises"])
+def test_a_starred_argument_stays_and_the_file_remains_python(name):
+    text = f"def test_a(self):\n    self.{name}(*pair, *more)\n    assert f(1) == 2\n"
+    changes = mutants.list_changes(text, "t.py::test_a", ["f"])
+    assert len(changes) == 1
+    assert mutant(text, 0) == text.replace("== 2", "== 3")
+
+
 VALUES = [
     *(True, False, None, 0, -1, 10**30, 0.0, -1.0, 1e308, float("inf"), 1j, "", "a", "Zz9", "--"),
     *(b"", b"\xff", b"ab", [], [1], (), (1, "a"), {}, {"a": 1}, {1: {2: [3]}}, set(), {1, "a"}),
