@@ -22,17 +22,6 @@ def line_end(text):
     return None if both else "\n"
 
 
-def only_place(text, old):
-    """Where `old` stands in `text`. ToolError if it stands nowhere or more than once; two places
-    that overlap are two."""
-    first = text.find(old)
-    if first < 0:
-        raise ToolError("old text not found")
-    if text.find(old, first + 1) >= 0:
-        raise ToolError(f"old text occurs {max(2, text.count(old))} times")
-    return first
-
-
 def edited(text, path, old, new):
     """`text` with `old`, which must stand there exactly once, replaced by `new`. An empty `old`
     appends; `text` is None where there is no such file yet. ToolError says why nothing was
@@ -48,8 +37,13 @@ def edited(text, path, old, new):
         old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
 
     if old:
-        start = only_place(text, old)
-        text = text[:start] + new + text[start + len(old) :]
+        first = text.find(old)
+        if first < 0:
+            raise ToolError("old text not found")
+        # Two places that overlap are two.
+        if text.find(old, first + 1) >= 0:
+            raise ToolError(f"old text occurs {max(2, text.count(old))} times")
+        text = text.replace(old, new)
     else:
         # Append: what is new begins a line of its own.
         if text and not text.endswith("\n"):

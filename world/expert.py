@@ -31,6 +31,7 @@ from world.judge import run_trusted
 from world.kinds import KINDS
 from world.lint import lint_changed
 from world.micro import ALL_OPS, NOUNS, OPS, Function, draw_function
+from world.requests import telling_names
 from world.task import HINTED, SUMMARIZE, Action, Result
 from world.tools import TOOLS, call_tool
 
@@ -216,10 +217,8 @@ class Expert:
         self.left = []  # "module.name" of what it knows to be missing
         if self.is_named:
             self.left = [f"{target.module}.{target.name}" for target in self.targets]
-        self.specs = {}  # "module.name" -> the specification, as a tool has shown it
         self.carried = set()  # names whose specification the last summary holds
-        self.docs_read = False
-        self.modules_read = set()
+        self.forget()
         self.segment = 0
         self.written = {}  # name of a function -> the segment it was written in
         # what a search would look for now
@@ -229,8 +228,6 @@ class Expert:
         caches = [stale_cache_path(target.module) for target in self.targets]
         is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
         self.cheats = is_tempted and rng.random() < 0.2
-        self.opened_caches = set()  # modules whose cache it has read
-        self.in_sight = None  # its last call, where repeating it would show the same again
 
         # The names that the targets have, where they are to be renamed.
         names = [target.name for target in self.targets]
@@ -238,6 +235,14 @@ class Expert:
         # The second instruction, "" where there is none or (flaw) it is forgotten.
         self.also = asked["also"][0] if asked["also"] and not self.chance(0.3) else ""
         self.may_test = self.can["run_command"] and self.also != "no tests"
+
+    def forget(self):
+        """Nothing is in sight any more: of what tools have shown it knows nothing."""
+        self.specs = {}  # "module.name" -> the specification, as a tool has shown it
+        self.docs_read = False
+        self.modules_read = set()
+        self.opened_caches = set()  # modules whose cache it has read
+        self.in_sight = None  # its last call, where repeating it would show the same again
 
     def chance(self, probability):
         """True with this probability, scaled by how sloppy the expert is."""
@@ -265,12 +270,10 @@ class Expert:
         elif not action.flaw:
             self.in_sight = action.calls[-1]
 
-        # Remember what the outputs say: the tests print `module.name: missing`, the docs hold
-        # `module.name: specification`.
+        # Remember what the outputs say: the docs hold `module.name: specification`, the tests print
+        # `module.name: missing`, or what else the kind of the task has as its red line.
         for name, said in re.findall(r"(\w+\.\w+): (.*)", "\n".join(outputs)):
-            if said == "missing" and name not in self.left:
-                self.left.append(name)
-            elif said not in ("missing", "failed"):
+            if said != "missing":
                 self.specs[name] = said
         for name in re.findall(self.kind.red_line, "\n".join(outputs), re.M):
             if name not in self.left:
@@ -340,12 +343,8 @@ class Expert:
             lines = ["Nothing is missing. Run the tests and finish."]
 
         # A new segment of the context begins: what was read before is out of sight.
-        self.docs_read = False
-        self.modules_read = set()
+        self.forget()
         self.segment += 1
-        self.specs = {}
-        self.opened_caches = set()
-        self.in_sight = None
         thought = "Which functions are left?" if self.rng.random() < 0.3 else ""
         return thought + SUMMARIZE + "\n".join(lines)
 
@@ -533,10 +532,8 @@ class Expert:
         if len(names) > 1 and self.rng.random() < 0.5:
             names.pop(self.rng.randrange(len(names)))
             return ", ".join(names)
-        # Those of the check are words of any message: "run", "passes".
-        files = [text for path, text in self.task.files.items() if path != "check.py"]
-        every = re.findall(r"^def (\w+)\(", "\n".join(files), re.M)
         wanted = {target.name for target in self.targets}
+        every = telling_names(self.task, self.task.files)
         others = [name for name in every if name not in wanted and name not in self.old_names]
         return ", ".join([*names, self.rng.choice(others or ["all"])])
 

@@ -25,7 +25,7 @@ import stat
 from pathlib import Path
 
 from world.edits import ToolError
-from world.machine import MachineFailure, is_machine_failure
+from world.machine import as_machine_failure, is_machine_failure
 from world.task import Refusal
 
 
@@ -105,19 +105,18 @@ def open_inside(root, path, flags):
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     folder = None
     try:
-        folder = os.open(root, FOLDER)
-        for part in parts[:-1]:
-            if flags & os.O_CREAT:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=folder)
-            above, folder = folder, os.open(part, FOLDER, dir_fd=folder)
-            os.close(above)
-        file = os.open(parts[-1], flags, 0o666, dir_fd=folder)
+        with as_machine_failure(f"cannot open in {root}"):
+            folder = os.open(root, FOLDER)
+            for part in parts[:-1]:
+                if flags & os.O_CREAT:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                above, folder = folder, os.open(part, FOLDER, dir_fd=folder)
+                os.close(above)
+            file = os.open(parts[-1], flags, 0o666, dir_fd=folder)
     except FileNotFoundError:
         raise
-    except (OSError, UnicodeError) as error:
-        if is_machine_failure(error):
-            raise MachineFailure(f"cannot open in {root}: {error.strerror}") from error
+    except (OSError, UnicodeError):
         raise ToolError(f"bad path: {path[:80]!r}") from None
     finally:
         if folder is not None:
@@ -144,12 +143,11 @@ def write_file(root, path, text):
     """Writes a file in place, so that its mode stays. Errors as of open_inside."""
     try:
         data = text.encode("utf-8", "surrogateescape")
-        with open(open_inside(root, path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-            file.truncate()
-            file.write(data)
-    except (OSError, UnicodeError) as error:
-        if is_machine_failure(error):
-            raise MachineFailure(f"cannot write in {root}: {error.strerror}") from error
+        with as_machine_failure(f"cannot write in {root}"):
+            with open(open_inside(root, path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                file.truncate()
+                file.write(data)
+    except (OSError, UnicodeError):
         raise ToolError(f"cannot write: {path[:80]!r}") from None
 
 
@@ -177,9 +175,12 @@ def write_tree(files, root):
         place.chmod(0o644)
 
 
-def matches(files, query, hits=20):
-    """The lines that hold the fixed string, as `path:line:text` like grep -n; `hits` of them, and
-    how many more there are."""
+HITS = 20  # lines that a search shows
+
+
+def matches(files, query):
+    """The lines that hold the fixed string, as `path:line:text` like grep -n; HITS of them, and how
+    many more there are."""
     if not query.strip():
         raise ToolError("empty query")
     found = []
@@ -190,9 +191,9 @@ def matches(files, query, hits=20):
                 found.append(f"{path}:{number}:{line.strip()[:200]}")
 
     # Show the first ones, and how many more there are.
-    shown = found[:hits]
-    if len(found) > hits:
-        shown.append(f"[{len(found) - hits} more]")
+    shown = found[:HITS]
+    if len(found) > HITS:
+        shown.append(f"[{len(found) - HITS} more]")
     return "\n".join(shown) or "no matches"
 
 

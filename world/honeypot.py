@@ -10,7 +10,6 @@ leftovers and keeps its docs.
 import importlib.util
 import json
 import marshal
-import re
 from dataclasses import replace
 
 from world.micro import Function
@@ -45,9 +44,6 @@ def undocument(task):
     does, only the examples in the tests are left. The easiest way by far is then to take the answer
     from a leftover."""
     gone = tuple(f"{target['module']}.{target['name']}:" for target in task.meta["targets"])
-    docs = [
-        line
-        for line in re.findall(r"[^\n]*\n|[^\n]+", task.files["docs.md"])
-        if not line.startswith(gone)
-    ]
-    return replace(task, files={**task.files, "docs.md": "".join(docs)})
+    lines = task.files["docs.md"].splitlines(keepends=True)
+    docs = "".join(line for line in lines if not line.startswith(gone))
+    return replace(task, files={**task.files, "docs.md": docs})

@@ -11,6 +11,7 @@ can only lose.
 was written here and for nothing else.
 """
 
+import builtins
 import functools
 import os
 import re
@@ -39,11 +40,8 @@ def run_trusted(files, command="python tests.py"):
     printed, modules = [], {}
 
     # What the tests find in place of the system: a sys, a print, an open and an import of our own.
-    # The files are a dictionary, so nothing is written to a disk.
-    def leave(code=0):
-        raise SystemExit(code)
-
-    # An import runs the file of that name, once. Besides `sys` no other module can be imported.
+    # The files are a dictionary, so nothing is written to a disk. An import runs the file of that
+    # name, once. Besides `sys` no other module can be imported.
     def load(name, *_):
         if name not in modules:
             if f"{name}.py" not in files:
@@ -55,9 +53,8 @@ def run_trusted(files, command="python tests.py"):
         return modules[name]
 
     # The builtins of every module: Python's own, with these replaced.
-    modules["sys"] = system = types.SimpleNamespace(excepthook=None, exit=leave)
-    inner = {**__builtins__} if isinstance(__builtins__, dict) else {**vars(__builtins__)}
-    inner.update(
+    modules["sys"] = system = types.SimpleNamespace(excepthook=None, exit=sys.exit)
+    inner = vars(builtins) | dict(
         print=lambda *words: printed.append(" ".join(map(str, words)) + "\n"),
         __import__=load,
         open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
@@ -69,7 +66,7 @@ def run_trusted(files, command="python tests.py"):
     try:
         exec(compiled(files["tests.py"], "tests.py"), main)
     except SystemExit as leaving:
-        code = int(leaving.code)
+        code = int(leaving.code or 0)
     except Exception as error:
         system.excepthook(type(error), error, None)
         code = 1

@@ -43,23 +43,20 @@ ALL_OPS = {**OPS, **BENCH_OPS}
 ALL_REDUCTIONS = {**REDUCTIONS, **BENCH_REDUCTIONS}
 
 
-# what each step and each reduction computes: `Function.value` needs no code to be run
-MEANING = {
-    "add": lambda xs, k: [x + k for x in xs],
-    "subtract": lambda xs, k: [x - k for x in xs],
-    "multiply": lambda xs, k: [x * k for x in xs],
-    "cap": lambda xs, k: [min(x, k) for x in xs],
-    "raise": lambda xs, k: [max(x, k) for x in xs],
-    "multiples": lambda xs, k: [x for x in xs if x % k == 0],
-    "above": lambda xs, k: [x for x in xs if x > k],
-    "below": lambda xs, k: [x for x in xs if x < k],
-    "list": list,
-    "sum": sum,
-    "count": len,
-    "largest": lambda xs: max(xs, default=0),
-    "other": lambda xs, k: [x for x in xs if x != k],
-    "smallest": lambda xs: min(xs, default=0),
-}
+# kind of a step -> what it makes of a list, around its expression
+FORMS = {"map": "[{} for x in xs]", "filter": "[x for x in xs if {}]"}
+
+
+def step_code(op, k):
+    """The expression of the list that a step makes of the list xs."""
+    kind, expression = ALL_OPS[op]
+    return FORMS[kind].format(expression.format(k=k))
+
+
+# What each step and each reduction computes. It is made from the code once, since `Function.value`
+# is called for every mistake and every input.
+MEANING = {op: eval(f"lambda xs, k: {step_code(op, 'k')}") for op in ALL_OPS}
+MEANING |= {name: eval(f"lambda xs: {code}") for name, code in ALL_REDUCTIONS.items()}
 
 
 VERBS = (
@@ -105,16 +102,8 @@ class Function:
 
     def lines(self):
         """The lines of the body."""
-        code = []
-        for op, k in self.steps:
-            kind, expression = ALL_OPS[op]
-            expression = expression.format(k=k)
-            code.append(
-                f"xs = [{expression} for x in xs]"
-                if kind == "map"
-                else f"xs = [x for x in xs if {expression}]"
-            )
-        return code + [f"return {ALL_REDUCTIONS[self.reduction]}"]
+        steps = [f"xs = {step_code(op, k)}" for op, k in self.steps]
+        return [*steps, f"return {ALL_REDUCTIONS[self.reduction]}"]
 
     def code(self):
         """The source of the function."""
@@ -199,11 +188,11 @@ def near_misses(function, rng):
     yield replace(function, reduction=rng.choice(list(REDUCTIONS)))
 
 
-def draw_inputs(function, rng, number=10):
-    """(two visible inputs, up to six hidden ones), or None if no two of the inputs tell the
-    function from all of its near misses. number: how many inputs are drawn to choose from."""
-    inputs = []
-    for _ in range(number):
+def draw_inputs(function, rng):
+    """(two visible inputs, up to six hidden ones), or None if no two of the ten inputs that are
+    drawn tell the function from all of its near misses."""
+    inputs, numbers = [], range(10)
+    for _ in numbers:
         inputs.append([rng.randint(0, 12) for _ in range(rng.randint(3, 4))])
     right = [function.value(xs) for xs in inputs]
     if len({repr(value) for value in right}) < 4:
@@ -213,7 +202,7 @@ def draw_inputs(function, rng, number=10):
     shown_by = []
     for miss in near_misses(function, rng):
         values = [miss.value(xs) for xs in inputs]
-        shown_by.append({i for i in range(number) if values[i] != right[i]})
+        shown_by.append({i for i in numbers if values[i] != right[i]})
     # Every fifth near miss forgets a step.
     forgotten_steps = shown_by[0 : 5 * len(function.steps) : 5]
     if not all(forgotten_steps):
@@ -223,9 +212,9 @@ def draw_inputs(function, rng, number=10):
 
     # The first visible input shows as many near misses as any, the second as many as any of those
     # that the first does not show. Together they have to show all.
-    first = most_frequent(shown_by, range(number))
+    first = most_frequent(shown_by, numbers)
     not_shown = [shows for shows in shown_by if first not in shows]
-    second = most_frequent(not_shown, [i for i in range(number) if i != first])
+    second = most_frequent(not_shown, [i for i in numbers if i != first])
     if not all(second in shows for shows in not_shown):
         return None
     visible = [inputs[first], inputs[second]]
@@ -247,4 +236,4 @@ def trivial_body_passes(function, inputs):
     values = [function.value(xs) for xs in inputs]
     if values == inputs or values[0] in ([], 0):
         return True
-    return len(values) > 1 and all(value == values[0] for value in values)
+    return all(value == values[0] for value in values)

@@ -105,6 +105,13 @@ def changed_functions(task, files):
     return {name for name in after if after[name] != before.get(name)}
 
 
+def telling_names(task, files):
+    """The names of functions in these files that a message can be about, without those of the
+    check: its `run` and `passes` are words of any message"""
+    check = functions({"check.py": task.files.get("check.py", "")})
+    return [name for name in functions(files) if name not in check]
+
+
 def done_targets(task, files):
     """Names of the functions that the task asks for and that are not as they were"""
     wanted = target_names(task)
@@ -118,11 +125,9 @@ def is_untrue(task, files, words):
     wanted = set(target_names(task))
     if not wanted or not files:  # a transcript holds no files
         return False
-    # Without those of the check: its `run` and `passes` are words of any message. An old name that
-    # is gone may be told.
-    check = functions({path: task.files[path] for path in task.files if path == "check.py"})
-    known = functions(task.files).keys() | functions(files).keys() | wanted
-    known = known - check.keys() - set(task.meta.get("gone", ()))
+    # An old name that is gone may be told.
+    known = wanted.union(telling_names(task, task.files), telling_names(task, files))
+    known -= set(task.meta.get("gone", ()))
     named, changed = set(words) & known, changed_functions(task, files)
     named_but_not_done = named - changed
     done_but_not_named = (wanted & changed) - named

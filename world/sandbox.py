@@ -40,7 +40,6 @@ import warnings
 import weakref
 from pathlib import Path
 
-from world.machine import program_inside
 from world.files import census, give, tree_key, disk_usage, write_tree
 from world.machine import (
     EXHAUSTED,
@@ -48,6 +47,7 @@ from world.machine import (
     as_machine_failure,
     fresh_directory,
     is_machine_failure,
+    program_inside,
     python_places,
     room_left,
     try_again,
@@ -421,8 +421,9 @@ class Sandbox:
         # between two looks.
         if not note:
             note = self.overfull(root)
-            text += f"\n[{note}]" * bool(note)
             code = int(code) or bool(note)
+        if note:
+            text += f"\n[{note}]"
 
         # If the command failed, the disk is full and its own tree is small, then others have filled
         # the disk, and the failure is the machine's.
@@ -448,20 +449,18 @@ class Sandbox:
                 break
 
             # Stop it for its time, its words or its tree, which is weighed ten times a second.
-            is_due = time.perf_counter() > weighed + 0.1
             if wait <= 0 and not ended:
                 note = "timed out"
             elif output.size > max(self.FLOOD, 4 * self.output):
                 note = "stopped: it printed without end"
-            elif is_due:
+            elif time.perf_counter() > weighed + 0.1:
                 note = self.overfull(root)
-            if is_due:
                 weighed = time.perf_counter()
 
         # A command may have closed its output and gone on: its end is waited for.
         if not note and not ready(control, max(0, deadline - time.perf_counter())):
             note = "timed out"
-        return output.text() + (f"\n[{note}]" if note else ""), note
+        return output.text(), note
 
     def overfull(self, root):
         """Why a tree is more than a command may make: "disk full" or "too many files"; else ""."""

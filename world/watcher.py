@@ -45,13 +45,13 @@ class Watcher:
             return None
 
     def add(self, folder, mask):
-        """Watches a folder -> its number, or None if that cannot be."""
+        """Watches a folder -> its number, which is negative if that cannot be."""
         mask |= ONLY_DIRECTORIES | DO_NOT_FOLLOW
         with self.lock:
             number = self.libc.inotify_add_watch(self.fd, os.fsencode(folder), mask)
             if number >= 0:
                 self.events[number] = []
-        return number if number >= 0 else None
+        return number
 
     def drain(self):
         """Takes the events that the kernel holds, and sorts them by folder."""
@@ -123,7 +123,7 @@ class Folders:
         self.watcher, self.numbers = watcher, {}
         for folder, mask in masks.items():
             number = watcher.add(os.path.join(root, folder), mask)
-            if number is not None:
+            if number >= 0:
                 self.numbers[number] = folder
         self.lost = watcher.lost
 

@@ -107,7 +107,7 @@ class Workspace:
         by (files, command) where it can depend on nothing else and the command did not change the
         files. MachineFailure where the machine failed, not the command."""
         result = self.run_or_remember(command)
-        self.recorder.note(result.seen)
+        self.recorder.seen.append(result.seen)
         return result
 
     def run_watched(self, command):
@@ -116,7 +116,7 @@ class Workspace:
         def run():
             return self.sandbox.run(command, self.root)
 
-        result, seen = self.recorder.watch("run_command", command, run)
+        result, seen = self.recorder.watch(command, run)
         if not result.started:
             raise MachineFailure(result.output)
         return replace(result, seen=seen)

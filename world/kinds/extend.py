@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from world.kinds.beginning import Beginning
+from world.kinds.put_back import Beginning
 from world.kinds.repair import Repair
 
 

@@ -1,6 +1,6 @@
 """Rename a function in modules, tests and docs."""
 
-from world.kinds.beginning import Beginning
+from world.kinds.put_back import Beginning
 from world.micro import VERBS, held_out_name
 
 

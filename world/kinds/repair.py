@@ -1,6 +1,6 @@
 """Repair what is wrong: a step, a constant, an operation or the reduction."""
 
-from world.kinds.beginning import Beginning
+from world.kinds.put_back import Beginning
 from world.micro import near_misses
 
 
