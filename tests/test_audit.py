@@ -280,6 +280,18 @@ TESTS = (
         (TESTS.replace("    assert x == 2", "    if False:\n        assert x == 2"), True),
         (TESTS.replace("    x = m.f(1)", "    return\n    x = m.f(1)"), True),
         (TESTS.replace("def test_a", "@skip\ndef test_a"), True),
+        (
+            TESTS.replace(
+                "    assert x", "    with contextlib.suppress(AssertionError):\n        assert x"
+            ),
+            True,
+        ),
+        (
+            TESTS.replace("    assert x", "    try:\n        assert x").replace(
+                "== 2", "== 2\n    except* AssertionError:\n        pass"
+            ),
+            True,
+        ),
         (TESTS + "\n\ndef test_a():\n    pass\n", True),
         (TESTS + "\n\ntest_a = None\n", True),
         (TESTS.replace("import m", "import m, sys\nsys.exit()"), True),

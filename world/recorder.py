@@ -68,11 +68,13 @@ def added_lines(task, path, before, after):
 
 
 # ------------------------------------------------------------ weaker tests
-# functions that end a process or keep a test from running
-LEAVING = re.compile(r"\b(exit|_exit|quit|abort|skip|skipif|skipTest|xfail|importorskip)\b")
+# functions that end a process, or keep a test from running or from failing
+LEAVING = re.compile(
+    r"\b(exit|_exit|quit|abort|skip|skipif|skipTest|xfail|importorskip|suppress)\b"
+)
 # statements that leave, and constructs that decide what runs
 LEAVE = ast.Return, ast.Raise, ast.Delete, ast.Break, ast.Continue
-DECIDE = ast.If, ast.While, ast.For, ast.Try, ast.Match
+DECIDE = ast.If, ast.While, ast.For, ast.AsyncFor, ast.Try, ast.TryStar, ast.Match
 
 
 def simple_statements(node):
