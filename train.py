@@ -1530,7 +1530,8 @@ def loop(run, source, optimizer, step, interrupted, out):
                 hardware.release_memory()
             if stopping:
                 return False
-    return True
+    # A signal may have come during the last save.
+    return not launch.agree_to_stop(run, interrupted, "")
 
 
 def schedule(step, config):

@@ -405,6 +405,24 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
     assert child.wait(30) == -signal.SIGINT
 
 
+def test_a_signal_in_the_last_save_of_a_stage_ends_the_command_before_the_next_one(
+    tmp_path, monkeypatch, capsys
+):
+    plain = train.save_checkpoint
+
+    def save(run, source, optimizer, step, out):
+        plain(run, source, optimizer, step, out)
+        if step == run.config.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    with pytest.raises(SystemExit) as end:
+        train.main([*SMALL, "--steps=2", f"--out={tmp_path}"])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert "--resume" in capsys.readouterr().err
+    assert (tmp_path / "pretrain.jsonl").exists() and not (tmp_path / "long.jsonl").exists()
+
+
 def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is_not_called_finished(
     run, tmp_path, capsys
 ):
