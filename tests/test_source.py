@@ -416,8 +416,8 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
     sandbox = cage.repository_sandbox(files, 20)
     names = study.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
-    assert run_suite.working_imports(files, sandbox, names) == names
-    after = run_suite.working_imports(cut(files, "gross", GONE), sandbox, names)
+    assert run_suite.working_imports(files, sandbox, names, plan=None) == names
+    after = run_suite.working_imports(cut(files, "gross", GONE), sandbox, names, plan=None)
     assert after == ["shop", "shop.price"]
 
 
