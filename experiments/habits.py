@@ -29,7 +29,8 @@ import sys
 
 import feedback_distill
 import train
-from experiments import runner
+from command import step_log
+from experiments import runner, tables
 from experiments.runner import Arm, Experiment
 from experiments.tables import HABITS
 
@@ -59,11 +60,13 @@ def one_mean():
 
 
 def held_out(folder, policies):
-    """Shares of the held-out rollouts that have each habit, before RL and after it"""
-    numbers = {}
+    """Shares of the held-out rollouts that have each habit, before RL and after it; and the step of
+    RL at which its share of the rollouts is halved, one more than there were if it never is"""
+    log, numbers = step_log.read_step_log(folder, "rl"), {}
     for name in HABITS:
         for when in ("before RL", "after RL"):
             numbers[f"{name}: held out, {when}"] = policies[when]["overall"][name]
+        numbers[f"{name}: half at"] = tables.first_step_at(0.5, [line[name] for line in log])
     return numbers
 
 
