@@ -16,9 +16,9 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
     student   s = log pi(. | x, y_<n)        teacher   t = log pi_T(. | x, hint, y_<n), no gradient
     reverse   sum e^s (s - t)                forward   sum e^t (t - s)
     JSD       (KL(s | m) + KL(t | m)) / 2,   m = log((e^s + e^t) / 2)
-    loss      for each habit: these, each at most TOKEN_CAP nats, summed over the N tokens that its
-              hints speak about / max(N, number of rollouts), so that few hints do not outweigh the
-              reward. Student and teacher at temperature 1, whatever the rollouts were sampled at
+    loss      sum of these, each at most TOKEN_CAP nats, over the N tokens that hints speak about /
+              max(N, number of rollouts), so that a few last hints do not outweigh the reward.
+              Student and teacher at temperature 1, whatever the rollouts were sampled at
 
 The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
 its own (splice -> Splice, in the list segment.hints), the contexts of a batch are packed
@@ -91,7 +91,8 @@ def available_tools(task):
 @rule
 def unavailable_tool(rollout, e, i):
     """A call names a tool that the task does not offer. The hint is about the token that begins the
-    call, since it may be right to call nothing, and about the name, but not about arguments."""
+    call, since it may be right to call nothing, and about the name; it says nothing of arguments.
+    """
     for n, call in enumerate(rollout.segments[e].turns[i].calls):
         if call.error == "unknown_tool":
             return Hint(available_tools(rollout.task), call=n)
@@ -312,8 +313,6 @@ class Splice:
     first: int
     end: int
     muted: int  # a token that is left out of the distillation, -1 = none
-    kind: str = ""  # of the hint: the name of its rule
-    weight: float = 1.0  # of each target in the loss, see feedback_loss
 
     @property
     def num_targets(self):
@@ -334,8 +333,7 @@ def splice(tokenizer, segment, hint):
     # is time for a message instead of a call, and "end with a message" would teach to end.
     muted = tokenizer.id["<|call|>"] if hint.kind == "communication" else -1
     first, end = find_hinted_tokens(tokenizer, turn, hint)
-    first, end = turn.head + first, turn.head + end
-    return Splice(above, hint_ids, turn.tokens, first, end, muted, hint.kind)
+    return Splice(above, hint_ids, turn.tokens, turn.head + first, turn.head + end, muted)
 
 
 def find_hinted_tokens(tokenizer, turn, hint):
@@ -360,7 +358,6 @@ class Targets:
     student_position: torch.Tensor  # (N,) and the position in that row
     token: torch.Tensor  # (N,) the target itself
     muted: torch.Tensor  # (N,) token to leave out of both distributions, -1 = none: see mute
-    weight: torch.Tensor  # (N,) of each in the loss
     real_tokens: int = 0  # of the teacher's input, without padding
 
     def __len__(self):
@@ -385,7 +382,7 @@ def pack_hinted(segments):
     forward."""
     # One row per hint: with two hints in the same row, the later turn would be scored under both.
     # One column of six numbers per target, in the order of the fields of Targets.
-    rows, columns, weights = [], [], []
+    rows, columns = [], []
     spliced = [(row, hint) for row, segment in enumerate(segments) for hint in segment.hints]
     for row, (student_row, hint) in enumerate(spliced):
         for n in range(hint.first, hint.end):
@@ -394,14 +391,12 @@ def pack_hinted(segments):
             teacher_place = place + len(hint.hint_ids)
             columns.append((row, teacher_place, student_row, place, hint.turn[n], hint.muted))
         rows.append(hint.above + hint.hint_ids + hint.turn)
-        weights += [hint.weight] * hint.num_targets
 
     # Padding on the right: the model is causal, so no target sees it.
     length = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows] or [[0]])  # (hints, T)
     numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 6).T.contiguous()  # (6, N)
-    weight = torch.tensor(weights, dtype=torch.float32)
-    return Targets(tokens, *numbers, weight, sum(map(len, rows)))
+    return Targets(tokens, *numbers, sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss
@@ -450,11 +445,11 @@ def log_mixture(d):
     return torch.where(d > 0, from_t, from_s)
 
 
-def feedback_loss(student, teacher, count, weight=1.0):
-    """The divergence of this micro-batch's N targets, from logits (N, V) twice: weighted, by (N,)
-    or one number, summed and divided by `count`, the number of targets in the whole step (all
-    micro-batches, all ranks) or a larger one. With N = 0 it is an exact 0 that still runs backward,
-    so ranks without a hint stay in step."""
+def feedback_loss(student, teacher, count):
+    """The divergence of this micro-batch's N targets, from logits (N, V) twice: summed and divided
+    by `count`, the number of targets in the whole step (all micro-batches, all ranks) or a larger
+    one. With N = 0 it is an exact 0 that still runs backward, so ranks without a hint stay in
+    step."""
     here = len(student)
     assert count >= here, f"count={count} must count the whole step's targets; {here} are here"
     if not here:
@@ -463,8 +458,7 @@ def feedback_loss(student, teacher, count, weight=1.0):
 
     # A larger value is scaled down to the cap, and its gradient with it. A clamp would make that
     # gradient zero, and so drop exactly the tokens that need the correction most.
-    capped = value * (TOKEN_CAP / value.detach().clamp(min=TOKEN_CAP))
-    return (weight * capped).sum() / max(count, 1)
+    return (value * (TOKEN_CAP / value.detach().clamp(min=TOKEN_CAP))).sum() / max(count, 1)
 
 
 def logprob_gap(student, teacher, tokens):
@@ -527,7 +521,10 @@ class Teacher:
         if self.kind == "ema":
             tensors = dict(self.named_tensors())
             averages = [to_local(average) for average in self.weights.values()]
-            students = [to_local(tensors[name].detach()) for name in self.weights]
+            students = [
+                to_local(tensors[name].detach()).to(average.dtype)
+                for name, average in self.weights.items()
+            ]
             torch._foreach_mul_(averages, 1 - TEACHER_RATE)
             torch._foreach_add_(averages, students, alpha=TEACHER_RATE)
 
@@ -550,7 +547,8 @@ class Teacher:
 
     def write_weights(self, weights):
         """Weights in the order of self.weights. Through .data, which leaves autograd's version
-        counters alone: a graph of the student that was built before still runs backward."""
+        counters alone: a graph of the student that was built before can still run backward
+        after."""
         tensors = dict(self.named_tensors())
         held = [to_local(tensors[name]).data for name in self.weights]
         copy_tensors(held, [to_local(weight) for weight in weights])
@@ -567,7 +565,8 @@ class Teacher:
 
 
 def flagged_demonstrations(tokenizer, seeds):
-    """Rollouts of the sloppy expert that call tools that are not there, in one segment, hinted"""
+    """Rollouts of the sloppy expert that call tools that do not exist, with their hints. (Those
+    that need summaries are left out.)"""
     found = []
     for seed in seeds:
         task = make_task(0, seed)

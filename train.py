@@ -37,7 +37,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -1019,7 +1018,8 @@ class Reinforcement(Source):
         run, config = self.run, self.run.config
         # The step's advantages and hints, and the numbers of all ranks by which it divides.
         items = self.weigh_segments(groups)
-        flagged, count = self.weigh_hints(items)
+        flagged = sum(hint.num_targets for segment, _ in items for hint in segment.hints)
+        flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
         # In how many places of the whole step the head drafts, where there is one
         places = config.mtp and run.sum(sum(len(segment) - 1 for segment, _ in items))
@@ -1049,9 +1049,8 @@ class Reinforcement(Source):
             # 3) The targeted feedback, from the same forward.
             if config.feedback:
                 student = feedback_distill.student_logits(run.model, hidden, targets)  # (N, V)
-                distance = feedback_distill.feedback_loss(
-                    student, teacher_logits, count, targets.weight
-                )
+                count = max(self.num_rollouts, flagged)
+                distance = feedback_distill.feedback_loss(student, teacher_logits, count)
                 loss = loss + config.feedback * distance
                 gap = feedback_distill.logprob_gap(student, teacher_logits, targets.token)
                 accumulate(sums, "feedback_kl", distance.detach().double())
@@ -1069,13 +1068,13 @@ class Reinforcement(Source):
         if sampled:
             log["mismatch"] = mismatch / sampled
         log["feedback_kl"] = run.sum(sums["feedback_kl"])
-        log["flagged"] = flagged.total()
+        log["flagged"] = flagged
         log["teacher_tokens"] = run.sum(sums["teacher_tokens"])
         # By how many nats a hint makes a flagged token less likely, on average. Where it is zero,
         # there is nothing to distil.
         gap = run.sum(sums["hint_logprob_gap"])
         if flagged:
-            log["gap"] = gap / flagged.total()
+            log["gap"] = gap / flagged
 
     def weigh_segments(self, groups):
         """-> [(segment, advantage of its rollout)]. Each segment holds its hints afterwards."""
@@ -1087,22 +1086,6 @@ class Reinforcement(Source):
                 hints = self.find_hints(played)
                 feedback_distill.attach_hints(self.run.tokenizer, played, hints)
         return items
-
-    def weigh_hints(self, items):
-        """Every hint of this rank gets its targets' weight in the loss. -> {habit: the number of
-        its targets}, and the number that the loss is divided by, both of all ranks"""
-        hints = [hint for segment, _ in items for hint in segment.hints]
-        here = Counter()
-        for hint in hints:
-            here[hint.kind] += hint.num_targets
-        flagged = sum(self.run.gather([here]), Counter())
-
-        # Each habit has a mean of its own: in one mean for all, those whose hints speak about whole
-        # turns would have nearly all of the weight. With one habit every weight is exactly 1.
-        count = max(self.num_rollouts, flagged.total())
-        for hint in hints:
-            hint.weight = count / max(self.num_rollouts, flagged[hint.kind])
-        return flagged, count
 
     def find_hints(self, played):
         """What the teacher reads above the turns with a bad habit: at most one hint per turn"""

@@ -13,8 +13,8 @@ begin at an SFT with hints on all six.
 
     reward alone                  without the distillation of hints
     with targeted feedback        hints on all six habits
-    one mean for all              the same, but the divergence is a mean over the tokens of all six,
-                                  and not over each habit's own
+    a mean for each habit         the same, but the divergence is a mean over a habit's own tokens,
+                                  and not over those of all six
 
     python -m experiments.habits
 
@@ -45,18 +45,48 @@ def more_neutral_hints():
 
 
 # A hint on a whole turn speaks about all of its tokens, one on a call about its name. In a mean
-# over all of them a habit that has many tokens leaves the others little.
-class OneMean(train.Reinforcement):
-    def weigh_hints(self, items):
-        flagged, count = super().weigh_hints(items)
-        for segment, _ in items:
-            for hint in segment.hints:
-                hint.weight = 1.0
-        return flagged, count
+# over all of them a habit that has many tokens leaves the others little. Here each habit has a mean
+# of its own, which weighs what it would weigh without the others.
+plain_splice = feedback_distill.splice
+plain_pack, plain_loss = feedback_distill.pack_hinted, feedback_distill.feedback_loss
 
 
-def one_mean():
-    train.STAGE["rl"] = OneMean
+def splice_with_kind(tokenizer, segment, hint):
+    spliced = plain_splice(tokenizer, segment, hint)
+    spliced.kind = hint.kind
+    return spliced
+
+
+class MeanOfEach(train.Reinforcement):
+    def weigh_segments(self, groups):
+        items = super().weigh_segments(groups)
+        hints = [hint for segment, _ in items for hint in segment.hints]
+
+        # {kind: by how much its sum is divided}, as the recipe divides that of all
+        self.counts = {}
+        for kind in feedback_distill.REMINDERS:
+            flagged = sum(hint.num_targets for hint in hints if hint.kind == kind)
+            self.counts[kind] = max(self.num_rollouts, int(self.run.sum(flagged)))
+        feedback_distill.pack_hinted, feedback_distill.feedback_loss = self.pack, self.loss
+        return items
+
+    def pack(self, segments):
+        hints = [hint for segment in segments for hint in segment.hints]
+        self.kinds = [hint.kind for hint in hints for _ in range(hint.num_targets)]
+        return plain_pack(segments)
+
+    def loss(self, student, teacher, count):
+        total = plain_loss(student[:0], teacher[:0], count)
+        for kind, own_count in self.counts.items():
+            rows = [n for n, one in enumerate(self.kinds) if one == kind]
+            if rows:
+                total = total + plain_loss(student[rows], teacher[rows], own_count)
+        return total
+
+
+def mean_of_each():
+    feedback_distill.splice = splice_with_kind
+    train.STAGE["rl"] = MeanOfEach
 
 
 def held_out(folder, policies):
@@ -78,7 +108,7 @@ EXPERIMENT = Experiment(
     arms={
         "reward alone": Arm((ALL_HABITS, "--feedback=0")),
         "with targeted feedback": Arm((ALL_HABITS,)),
-        "one mean for all": Arm((ALL_HABITS,), one_mean),
+        "a mean for each habit": Arm((ALL_HABITS,), mean_of_each),
     },
     sft=Arm((ALL_HABITS,), more_neutral_hints),
     more=held_out,
