@@ -248,7 +248,7 @@ def check_layout(configs, Layout):
 
     # The ranks of one cp group share their tasks.
     if "rl" in configs:
-        ranks = int(os.environ.get("WORLD_SIZE", 1)) // next(iter(configs.values())).cp
+        ranks = world // configs["rl"].cp
         if configs["rl"].tasks_per_step < ranks:
             usage_error(
                 f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
