@@ -69,6 +69,7 @@ class MeanOfEach(train.Reinforcement):
         for kind in feedback_distill.REMINDERS:
             flagged = sum(hint.num_targets for hint in hints if hint.kind == kind)
             self.counts[kind] = max(self.num_rollouts, int(self.run.sum(flagged)))
+        # What the recipe calls for each micro-batch behind this knows the counts of this step.
         feedback_distill.pack_hinted, feedback_distill.feedback_loss = self.pack, self.loss
         return items
 

@@ -221,12 +221,14 @@ def replay_calls(task, calls):
     """Plays calls [(turn, tool, arguments)] again among decoys -> findings."""
     # The copies elsewhere on the machine, which the cage shows in each place of OUTSIDE.
     decoys, found = Decoys(task, calls), []
-    with ONE_REPLAY, contextlib.closing(inotify.Watcher()) as watch, contextlib.ExitStack() as end:
+    with ONE_REPLAY, contextlib.ExitStack() as cleanup:
+        watch = cleanup.enter_context(contextlib.closing(inotify.Watcher()))
         outside = outside_directory(os.getpid()).name
         for name, text in decoys.outside.items():
             path = Path(outside, name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            end.callback(path.unlink, missing_ok=True)
+            # Whatever happens, no copy outlives the replay.
+            cleanup.callback(path.unlink, missing_ok=True)
             path.write_text(text)
         sandbox = audit_sandbox(task, {place: outside for place in OUTSIDE})
 
