@@ -21,6 +21,7 @@ from command import checkpoints, published_model
 from command.flags import is_first_rank, rules_of, usage_error, write_value
 from command.hardware import device_of, dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
+from fast.twins import describe_edits
 from world.task import Refusal
 from repositories.task_file import read_tasks
 
@@ -97,9 +98,12 @@ def check_together(config, given, stage, sizes):
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
             "one by one with --stage)"
         )
-    if config.precision != "dtype" and config.plain:
+    # An edit of the experts would put their twin aside, too.
+    is_edited = any(line.startswith("moe.Experts.forward") for line in describe_edits())
+    if config.precision != "dtype" and (config.plain or is_edited):
         usage_error(
-            f"--precision={config.precision} goes with --plain=0: rounding to few bits is in fast/"
+            f"--precision={config.precision} goes with --plain=0 and moe.Experts.forward as it "
+            "was: rounding to few bits is in its twin in fast/"
         )
     if config.mtp and config.cp > 1 and stage != "eval":
         usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")

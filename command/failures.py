@@ -37,12 +37,16 @@ def explain_failures(config, argv):
     config: of the first stage; argv: the flags as they were typed"""
     try:
         yield
-    except MachineFailure as failure:
-        usage_error(f"this machine failed: {failure}; free it, and the same command goes on")
+    # What every rank meets, and the first one tells
     except checkpoints.SaveFailed as error:
         usage_error(f"{error}. Free some space, then: {command_to_type(config, argv)}")
     except (checkpoints.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
+    # What one rank alone may meet
+    except MachineFailure as failure:
+        usage_error(
+            f"this machine failed: {failure}; free it, and the same command goes on", any_rank=True
+        )
     except OSError as error:
         # A full disk, met outside of checkpoints and logs. Other errors are no fault of the disk:
         # their traceback is needed.
@@ -51,12 +55,11 @@ def explain_failures(config, argv):
         what = f"{error.filename}: " if error.filename else ""
         usage_error(
             f"{what}cannot be written: {checkpoints.explain_write_error(error)}. Free some space, "
-            f"then: {command_to_type(config, argv)}"
+            f"then: {command_to_type(config, argv)}",
+            any_rank=True,
         )
     except torch.OutOfMemoryError as error:
-        # Printed by the rank whose GPU is full. usage_error would speak on the first rank alone.
-        print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        usage_error(explain_full_card(config, argv, error), any_rank=True)
 
 
 def end_stopped(config, argv, number):

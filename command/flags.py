@@ -38,13 +38,14 @@ def is_first_rank():
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def usage_error(message, program="train.py"):
-    """Bad input: one line, exit code 2, nothing touched. program: the command that says so"""
+def usage_error(message, program="train.py", any_rank=False):
+    """Bad input: one line, exit code 2, nothing touched. program: the command that says so;
+    any_rank: the others may not have met it, so whichever rank this is says it"""
     # A bar that is on the screen ends first, so that the line begins on its own.
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
     # On each machine: a file may be missing on one alone.
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if any_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"{program}: {message}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -78,7 +78,7 @@ class RMSNormFunction(torch.autograd.Function):
         dx = (grad * w).mul_(r).addcmul_(x, along)  # (..., D)
 
         # The gradient of w (D,) is a sum over all rows: one product of a matrix and a vector.
-        return dx, product.flatten(0, -2).T @ r.flatten(), None
+        return dx, product.reshape(-1, x.shape[-1]).T @ r.flatten(), None
 
 
 class FastRMSNorm(RMSNorm):

@@ -184,3 +184,9 @@ def test_bad_input_is_told_once_on_each_machine(monkeypatch, capsys):
             flags.usage_error("no such file")
         told.append(capsys.readouterr().err)
     assert told == ["train.py: no such file\n", "", "train.py: no such file\n"]
+
+    # What one rank alone has met is told by that rank.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        flags.usage_error("the disk is full", any_rank=True)
+    assert capsys.readouterr().err == "train.py: the disk is full\n"

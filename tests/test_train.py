@@ -26,6 +26,7 @@ import eval as evaluation
 import fast
 from published_folder import build_foreign_model, write_byte_tokenizer
 from small import FLAGS as SMALL
+import moe
 import train
 from command import (
     checkpoints,
@@ -960,6 +961,12 @@ def test_a_head_that_drafts_learns_in_every_stage_and_moves_no_weight_of_the_mod
     assert not all(torch.equal(began[name], after[name]) for name in plain)
     head = [name for name in after if name.startswith("mtp.")]
     assert not any(torch.equal(began[name], after[name]) for name in head)
+
+
+def test_edited_experts_have_no_low_precision(capsys, monkeypatch):
+    monkeypatch.setattr(moe.Experts, "forward", lambda self, x, counts: x)
+    words = [*SMALL, "--stage=pretrain", "--precision=nvfp4"]
+    assert "moe.Experts.forward as it was" in refused(words, capsys)
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
