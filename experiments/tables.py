@@ -190,6 +190,10 @@ def rank_correlation(x, y):
 def draw_curves(experiment, results, path):
     """Mean over the seeds, and each of them: by step (running means), for some by the level of
     held-out tasks; for some, numbers against each other, a point for each run"""
+    # More lines than there are colours could not be told apart.
+    if len(results) > 10 and experiment.by_seed:
+        return draw_points(experiment, results, path)
+
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
@@ -254,3 +258,22 @@ def draw_mean_and_seeds(panel, label, rows, first_x):
     line = panel.plot(x, rows.mean(0), label=label)[0]
     if len(rows) > 1:
         panel.plot(x, rows.T, color=line.get_color(), linewidth=0.6, alpha=0.5)
+
+
+def draw_points(experiment, results, path):
+    """The numbers that are listed run by run: a row for each arm, a point for each run, in the
+    colour of its seed"""
+    figure, axes = drawing.make_axes("", "", "", len(experiment.by_seed))
+    figure.suptitle(experiment.question)
+    command = f"python -m experiments.{path.stem}    (a colour is a seed; line: mean of the first)"
+    figure.supxlabel(command, fontsize=8, family="monospace")
+    for panel, name in zip(np.atleast_1d(axes), experiment.by_seed):
+        for i, runs in enumerate(zip(*results.values())):
+            values = [number_at_end(run, name) for run in runs]
+            panel.scatter(values, range(len(values)), s=18, color=f"C{i}")
+        first = next(iter(results.values()))
+        panel.axvline(np.mean([number_at_end(run, name) for run in first]), color="grey", lw=0.8)
+        panel.set_yticks(range(len(results)), results)
+        panel.set(xlabel=name)
+        panel.invert_yaxis()
+    figure.savefig(path, dpi=120)
