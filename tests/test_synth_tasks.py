@@ -31,7 +31,6 @@ from repositories import cage
 from repositories import verdict
 from world import (
     honeypot,
-    expert as world_expert,
     files as world_files,
     micro,
     sandbox as world_sandbox,
