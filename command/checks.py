@@ -98,13 +98,14 @@ def check_together(config, given, stage, sizes):
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
             "one by one with --stage)"
         )
-    # An edit of the experts would put their twin aside, too.
-    is_edited = any(line.startswith("moe.Experts.forward") for line in describe_edits())
-    if config.precision != "dtype" and (config.plain or is_edited):
-        usage_error(
-            f"--precision={config.precision} goes with --plain=0 and moe.Experts.forward as it "
-            "was: rounding to few bits is in its twin in fast/"
-        )
+    # Only the twin of the experts rounds. An edit of theirs puts it aside, as --plain does.
+    if config.precision != "dtype":
+        edited = any(line.startswith("moe.Experts.forward") for line in describe_edits())
+        if config.plain or edited:
+            usage_error(
+                f"--precision={config.precision} goes with --plain=0 and moe.Experts.forward as "
+                "it was: rounding to few bits is in its twin in fast/"
+            )
     if config.mtp and config.cp > 1 and stage != "eval":
         usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")
     if config.compile and dtype_of(config) == torch.float32:

@@ -189,7 +189,8 @@ def rank_correlation(x, y):
 
 def draw_curves(experiment, results, path):
     """Mean over the seeds, and each of them: by step (running means), for some by the level of
-    held-out tasks; for some, numbers against each other, a point for each run"""
+    held-out tasks; for some, numbers against each other, a point for each run. Of many arms the
+    numbers alone: see draw_points"""
     # The seeds of more than six arms could not be told apart as lines.
     if len(results) > 6 and experiment.by_seed and not experiment.scatters:
         return draw_points(experiment, results, path)
@@ -198,12 +199,8 @@ def draw_curves(experiment, results, path):
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
     panels = len(curves) + len(levels) + len(experiment.scatters)
-    figure, ax = drawing.make_axes("", "", "", panels)
-    axes = list(np.atleast_1d(ax))
-    figure.suptitle(experiment.question)
-    numbers = "    (numbers: first five steps to last five)" if curves else ""
-    command = f"python -m experiments.{path.stem}{numbers}"
-    figure.supxlabel(command, fontsize=8, family="monospace")
+    note = "(numbers: first five steps to last five)" if curves else ""
+    figure, axes = make_figure(experiment, path, panels, note)
 
     # Curves by step. A running mean's fifth value is the mean of the first five steps, its last one
     # that of the last five: the legend has both.
@@ -252,6 +249,15 @@ def draw_curves(experiment, results, path):
     figure.savefig(path, dpi=120)
 
 
+def make_figure(experiment, path, panels, note):
+    """-> a figure under the experiment's question and above its command and a note, its axes"""
+    figure, ax = drawing.make_axes("", "", "", panels)
+    figure.suptitle(experiment.question)
+    command = f"python -m experiments.{path.stem}    {note}".rstrip()
+    figure.supxlabel(command, fontsize=8, family="monospace")
+    return figure, list(np.atleast_1d(ax))
+
+
 def draw_mean_and_seeds(panel, label, rows, first_x):
     """Draws the mean over the seeds as a line, each seed as a thin one. rows: (seeds, points)"""
     x = range(first_x, first_x + rows.shape[1])
@@ -263,16 +269,18 @@ def draw_mean_and_seeds(panel, label, rows, first_x):
 def draw_points(experiment, results, path):
     """The numbers that are listed run by run: a row for each arm, a point for each run, in the
     colour of its seed"""
-    figure, axes = drawing.make_axes("", "", "", len(experiment.by_seed))
-    figure.suptitle(experiment.question)
-    command = f"python -m experiments.{path.stem}    (a colour is a seed; line: mean of the first)"
-    figure.supxlabel(command, fontsize=8, family="monospace")
-    for panel, name in zip(np.atleast_1d(axes), experiment.by_seed):
+    note = "(a colour is a seed; grey: mean of the first row)"
+    figure, axes = make_figure(experiment, path, len(experiment.by_seed), note)
+    for panel, name in zip(axes, experiment.by_seed):
+        # zip turns the runs of each arm into those of each seed, in the order of the arms.
         for i, runs in enumerate(zip(*results.values())):
             values = [number_at_end(run, name) for run in runs]
             panel.scatter(values, range(len(values)), s=18, color=f"C{i}")
-        first = next(iter(results.values()))
-        panel.axvline(np.mean([number_at_end(run, name) for run in first]), color="grey", lw=0.8)
+
+        # What all others are compared with
+        first_arm = next(iter(results.values()))
+        mean = np.mean([number_at_end(run, name) for run in first_arm])
+        panel.axvline(mean, color="grey", linewidth=0.8)
         panel.set_yticks(range(len(results)), results)
         panel.set(xlabel=name)
         panel.invert_yaxis()
