@@ -59,7 +59,12 @@ class SaveFailed(OSError):
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line."""
+    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line: the
+    folder, what is wrong with it, and what to do."""
+
+    def __init__(self, folder, problem):
+        super().__init__(f"{folder}: {problem}; delete this folder and run its stage again")
+        self.problem = problem
 
 
 # ---------------------------------------------------------------- write
@@ -354,8 +359,8 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise DamagedCheckpoint(
-            f"{directory}: the weights cannot be read ({type(cause).__name__}): "
-            f"the checkpoint is damaged"
+            directory,
+            f"the weights cannot be read ({type(cause).__name__}): the checkpoint is damaged",
         ) from None
     return extra
 
@@ -386,8 +391,8 @@ def load_extra(directory):
     # whatever unpickling damaged bytes may raise
     except Exception as error:
         raise DamagedCheckpoint(
-            f"{directory}: extra.pt cannot be read ({type(error).__name__}): "
-            "the checkpoint is damaged"
+            directory,
+            f"extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged",
         ) from None
 
 
@@ -397,7 +402,7 @@ def read_manifest(directory):
     # The manifest is written last: a folder without a readable one was never complete.
     folder = find_folder(directory)
     if not folder.is_dir():
-        raise DamagedCheckpoint(f"{directory}: no such folder")
+        raise ValueError(f"{directory}: no such folder")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         kinds = {(type(entry["bytes"]), type(entry["crc32"])) for entry in manifest.values()}
@@ -406,7 +411,7 @@ def read_manifest(directory):
     # whatever a file that is none, or one of other values, may raise
     except Exception:
         raise DamagedCheckpoint(
-            f"{directory}: not a complete checkpoint (no readable manifest.json)"
+            directory, "not a complete checkpoint (no readable manifest.json)"
         ) from None
 
     # Nothing outside the folder is part of a checkpoint, whatever a manifest says: its names must
@@ -415,8 +420,9 @@ def read_manifest(directory):
     for name, entry in manifest.items():
         if there.get(name) != entry["bytes"]:
             raise DamagedCheckpoint(
-                f"{directory}: {name!r} has {there.get(name, 0)} of {entry['bytes']} bytes: the "
-                "checkpoint is damaged"
+                directory,
+                f"{name!r} has {there.get(name, 0)} of {entry['bytes']} bytes: the "
+                "checkpoint is damaged",
             )
 
     # Nothing can be loaded without the weights, in one form or the other, and what is said of them.
@@ -424,7 +430,7 @@ def read_manifest(directory):
     for name in (weights, "extra.pt"):
         if name not in manifest:
             raise DamagedCheckpoint(
-                f"{directory}: manifest.json does not name {name}: not a complete checkpoint"
+                directory, f"manifest.json does not name {name}: not a complete checkpoint"
             )
     return folder, manifest
 
@@ -434,8 +440,8 @@ def check_sum(directory, folder, name, manifest):
     the path that the message names"""
     if describe_file(folder / name) != manifest[name]:
         raise DamagedCheckpoint(
-            f"{directory}: {name} holds other bytes than were written (checksum): the "
-            "checkpoint is damaged"
+            directory,
+            f"{name} holds other bytes than were written (checksum): the checkpoint is damaged",
         )
 
 
@@ -450,12 +456,12 @@ def check_all_sums(directory, folder, manifest):
         for name in sorted(manifest)[rank::world]:
             check_sum(directory, folder, name, manifest)
     except DamagedCheckpoint as error:
-        problem = str(error)
+        problem = error.problem
     except OSError as error:
-        problem = f"{directory}: cannot be read: {error.strerror or error}"
+        problem = f"cannot be read: {error.strerror or error}"
     problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
-        raise DamagedCheckpoint(problems[0])
+        raise DamagedCheckpoint(directory, problems[0])
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -475,13 +481,13 @@ class CheckpointReader(dcp.FileSystemReader):
             self.check(metadata)
         except pickle.UnpicklingError as error:
             raise DamagedCheckpoint(
-                f"{self.folder}: .metadata cannot be read ({error}): damaged, or not to be trusted"
+                self.folder, f".metadata cannot be read ({error}): damaged, or not to be trusted"
             ) from None
         # Damaged bytes may raise anything while they are unpickled.
         except Exception as error:
             raise DamagedCheckpoint(
-                f"{self.folder}: .metadata cannot be read ({type(error).__name__}): "
-                f"the checkpoint is damaged"
+                self.folder,
+                f".metadata cannot be read ({type(error).__name__}): the checkpoint is damaged",
             ) from None
 
         # As torch's own reader does: the id is that of this load.

@@ -902,7 +902,10 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
         [p.zero_() for p in model.parameters()]
     with pytest.raises(checkpoints.DamagedCheckpoint) as refusal:
         checkpoints.load_checkpoint(folder, model, optimizer)
-    assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
+    told = str(refusal.value)
+    assert f"{name} holds other bytes" in told and "\n" not in told
+    # What to do about it
+    assert told.endswith("delete this folder and run its stage again")
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
 
 
