@@ -16,11 +16,12 @@ them. Measured are such tasks with other seeds, and what is forgotten of all oth
 
     python -m experiments.learn_new
 
-Found (seeds 2, 1): hints teach .93 and .95 of what is new and take the other levels from .38 and
-.46 to .34 and .26; plain SFT .69 and .93, to .24 and .16; the reward alone .64 and .56, to .46 and
-.54 (1337: .63, from .44 to .52). Seed 2: SFT slower .44 and .38, and longer .76 and .31;
-self-distillation .20 and .21; another policy .54 and .30. Where the words mean code that the policy
-has never written (`7 - x`), no arm learns anything. Figure: figures/learn_new.png.
+Found (seeds 2, 1, 1337): hints teach .93, .95 and .80 of what is new and take the other levels from
+.38, .46 and .43 to .34, .26 and .59; plain SFT .69, .93 and .75, to .24, .16 and .21; the reward
+alone .64, .56 and .51, to .46, .54 and .40. Seeds 2, 1337: SFT slower .44, .49 and .38, .46, and
+longer .76, .88 and .31, .25; self-distillation .20, .29 and .21, .36; another policy .54, .46 and
+.30, .41. Where the words mean code that the policy has never written (`7 - x`), no arm learns
+anything. Figure: figures/learn_new.png.
 """
 
 import itertools
