@@ -59,12 +59,12 @@ class SaveFailed(OSError):
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line: the
-    folder, what is wrong with it, and what to do."""
+    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line."""
 
-    def __init__(self, folder, problem):
-        super().__init__(f"{folder}: {problem}; delete this folder and run its stage again")
-        self.problem = problem
+
+# What is said of a folder that was once a whole checkpoint. Of others nobody is told to delete
+# them: they may be no checkpoint at all, or only unreadable for the moment.
+DAMAGED = "the checkpoint is damaged: copy it again, or delete the folder and run its stage again"
 
 
 # ---------------------------------------------------------------- write
@@ -359,8 +359,7 @@ def load_checkpoint(directory, model, optimizer=None, more=None):
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise DamagedCheckpoint(
-            directory,
-            f"the weights cannot be read ({type(cause).__name__}): the checkpoint is damaged",
+            f"{directory}: the weights cannot be read ({type(cause).__name__}): {DAMAGED}"
         ) from None
     return extra
 
@@ -391,8 +390,7 @@ def load_extra(directory):
     # whatever unpickling damaged bytes may raise
     except Exception as error:
         raise DamagedCheckpoint(
-            directory,
-            f"extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged",
+            f"{directory}: extra.pt cannot be read ({type(error).__name__}): {DAMAGED}"
         ) from None
 
 
@@ -402,7 +400,7 @@ def read_manifest(directory):
     # The manifest is written last: a folder without a readable one was never complete.
     folder = find_folder(directory)
     if not folder.is_dir():
-        raise ValueError(f"{directory}: no such folder")
+        raise DamagedCheckpoint(f"{directory}: no such folder")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         kinds = {(type(entry["bytes"]), type(entry["crc32"])) for entry in manifest.values()}
@@ -411,7 +409,7 @@ def read_manifest(directory):
     # whatever a file that is none, or one of other values, may raise
     except Exception:
         raise DamagedCheckpoint(
-            directory, "not a complete checkpoint (no readable manifest.json)"
+            f"{directory}: not a complete checkpoint (no readable manifest.json)"
         ) from None
 
     # Nothing outside the folder is part of a checkpoint, whatever a manifest says: its names must
@@ -420,9 +418,8 @@ def read_manifest(directory):
     for name, entry in manifest.items():
         if there.get(name) != entry["bytes"]:
             raise DamagedCheckpoint(
-                directory,
-                f"{name!r} has {there.get(name, 0)} of {entry['bytes']} bytes: the "
-                "checkpoint is damaged",
+                f"{directory}: {name!r} has {there.get(name, 0)} of {entry['bytes']} bytes: "
+                f"{DAMAGED}"
             )
 
     # Nothing can be loaded without the weights, in one form or the other, and what is said of them.
@@ -430,7 +427,7 @@ def read_manifest(directory):
     for name in (weights, "extra.pt"):
         if name not in manifest:
             raise DamagedCheckpoint(
-                directory, f"manifest.json does not name {name}: not a complete checkpoint"
+                f"{directory}: manifest.json does not name {name}: not a complete checkpoint"
             )
     return folder, manifest
 
@@ -440,8 +437,7 @@ def check_sum(directory, folder, name, manifest):
     the path that the message names"""
     if describe_file(folder / name) != manifest[name]:
         raise DamagedCheckpoint(
-            directory,
-            f"{name} holds other bytes than were written (checksum): the checkpoint is damaged",
+            f"{directory}: {name} holds other bytes than were written (checksum): {DAMAGED}"
         )
 
 
@@ -456,12 +452,12 @@ def check_all_sums(directory, folder, manifest):
         for name in sorted(manifest)[rank::world]:
             check_sum(directory, folder, name, manifest)
     except DamagedCheckpoint as error:
-        problem = error.problem
+        problem = str(error)
     except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}"
+        problem = f"{directory}: cannot be read: {error.strerror or error}"
     problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
-        raise DamagedCheckpoint(directory, problems[0])
+        raise DamagedCheckpoint(problems[0])
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -481,13 +477,12 @@ class CheckpointReader(dcp.FileSystemReader):
             self.check(metadata)
         except pickle.UnpicklingError as error:
             raise DamagedCheckpoint(
-                self.folder, f".metadata cannot be read ({error}): damaged, or not to be trusted"
+                f"{self.folder}: .metadata cannot be read ({error}): damaged, or not to be trusted"
             ) from None
         # Damaged bytes may raise anything while they are unpickled.
         except Exception as error:
             raise DamagedCheckpoint(
-                self.folder,
-                f".metadata cannot be read ({type(error).__name__}): the checkpoint is damaged",
+                f"{self.folder}: .metadata cannot be read ({type(error).__name__}): {DAMAGED}"
             ) from None
 
         # As torch's own reader does: the id is that of this load.
