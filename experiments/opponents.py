@@ -21,7 +21,7 @@ nothing.
 
 Found (seeds 1337, 1, 2): the reward alone leaves the habit, every opponent removes it. It is halved
 in 12, 10 and 10 steps by the hint, in 17, 20 and 9 by the scalar, in 8, 8 and 7 by the constant;
-held out they solve .892, .841 and .908 in the mean, .890 without any. The hint solves more on the
+held out they solve .892, .841 and .907 in the mean, .890 without any. The hint solves more on the
 way than the scalar. The constant calls nothing more often where it called a wrong tool, and with a
 weight of .15 (up to twice that, before its patch was mended) it did harm (.12, .04, .26 less
 solved), the hint hardly (.01 and .08 less, .10 more). Length does not part them: with 5, 23 and 36
