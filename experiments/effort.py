@@ -7,8 +7,6 @@ Tasks say `Effort: low`, `medium` or `high`, and RL prices the effort of solved 
                        more
     by what it did     (begins at an SFT of its own) demonstrations are labelled afterwards: effort
                        over that of the careful expert on the same task, in thirds
-    low less often     (by hand, with an SFT of its own) one demonstration in five is of low effort,
-                       in the place of one in three
     RL alone           the label means nothing until RL gives it a price. This arm and those below
                        begin at an SFT whose demonstrations say nothing of effort
     never told         one price of .4 and no label in training; the evaluation asks with labels

@@ -255,9 +255,11 @@ def read_json_block(block):
         if end < len(block.text):
             raise ValueError("more behind it")
     except ValueError:
-        name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
-        block.name_end = block.text.index(name) + len(name) + 1
-        return name, None
+        found = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)
+        if not found:
+            raise
+        block.name_end = found.end(1) + 1
+        return found[1], None
 
     name, _, block.name_end = members["name"]
     # A call without "arguments" has its name all the same, and an error that says what is missing.

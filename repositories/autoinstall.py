@@ -123,7 +123,7 @@ def declared(files):
     # Keep the words that have the form of a requirement and name neither this repository nor a tool
     # that installs or builds.
     own = {name.lower() for name in packages(files)} | {"pip", "tox", "nox", "build", "twine"}
-    requirement = re.compile(r"([A-Za-z][\w.-]*)(\[[\w,-]*\])?\s*([<>=!~;][^:]*)?$")
+    requirement = re.compile(r"([A-Za-z][\w.-]*)\s*(\[[\w,.\s-]*\])?\s*([<>=!~;][^:]*)?$")
     named = {"pytest"}
     for word in map(str.strip, words):
         match = requirement.match(word)

@@ -29,12 +29,13 @@ CONFIG_FILES = (
 # Options that cannot be kept. Coverage would set a trace function, and so do we. Several processes,
 # another order or a stop at the first failure would hide outcomes.
 NO_VALUE = (
-    r"--no-cov|-f|--looponfail|--reverse|--random.*|-x|--exitfirst|--sw|--stepwise.*"
+    r"--no-cov.*|--cov-(append|branch|reset)|-n(\d+|auto|logical)"
+    r"|-f|--looponfail|--reverse|--random.*|-x|--exitfirst|--sw|--stepwise.*"
     r"|--lf|--last-failed.*|--pdb|--trace|--co|--collect-only"
 )
 LEFT_OUT = re.compile(
-    r"--(no-)?cov([-=].*)?"
-    r"|-n(\d+|auto|logical)?|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
+    r"--cov([-=].*)?"
+    r"|-n|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
     rf"|--maxfail(=.*)?|{NO_VALUE}"
 )
 WHY_LEFT_OUT = "no coverage, several processes, other order or early end"

@@ -4,6 +4,7 @@
 import hashlib
 import random
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,12 @@ def test_the_expert_forgets_an_instruction_now_and_then_and_without_sloppiness_n
 )
 def test_lint_says_what_is_wrong_with_a_changed_file(text, says):
     assert says in lint_changed({"b.py": "print(u)\n"}, {"a.py": text, "b.py": "print(u)\n"})
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has type parameters")
+def test_lint_knows_type_parameters():
+    text = "def first[T, **P, *Ts](xs: list[T], f: P, g: Ts) -> T:\n    return y\n"
+    assert lint_changed({}, {"a.py": text}) == "a.py:2: y is not defined"
 
 
 def test_lint_is_one_screen_and_looks_at_python_that_was_changed(sandbox):

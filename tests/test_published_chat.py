@@ -944,6 +944,17 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
     assert "#" in ours.decode(cut.turn[cut.first : cut.end])
 
 
+@pytest.mark.parametrize("name", ["a", "me", "name", "grep"])
+def test_the_name_of_a_call_that_is_no_json_is_found_where_it_stands(name):
+    """Not in the key of that member, which is a name, too"""
+    ours = published("qwen")
+    broken = written("qwen", name, '{"path": ')
+    rollout, _ = played(ours, [spelled(ours, broken), ours.write_action("", [])])
+    first, end = ours.find_call_name(rollout.turns[1], 0)
+    text = ours.decode(rollout.turns[1].tokens[rollout.turns[1].head :][first:end])
+    assert re.fullmatch(rf'<tool_call>\{{"name": "{name}".{{0,2}}', text), text
+
+
 # ---------------------------------------------------------------- folders that would be read as another tokenizer
 
 

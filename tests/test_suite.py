@@ -258,6 +258,10 @@ def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text
 def test_an_option_without_a_value_takes_no_path_with_it():
     plan = suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -x tests/unit -n 2 -ra\n"})
     assert plan.options == ["-o", "addopts=tests/unit -ra"]
+    for left_out in ("-nauto", "-n4", "--cov-branch", "--cov-append", "--no-cov-on-fail"):
+        text = f"[pytest]\naddopts = {left_out} tests/unit -ra\n"
+        plan = suites.configured_plan({"pytest.ini": text})
+        assert plan.options == ["-o", "addopts=tests/unit -ra"], left_out
 
 
 def test_a_configuration_that_asks_for_nothing_special_is_left_to_pytest():
@@ -983,3 +987,9 @@ def test_what_tests_need_is_installed_wherever_it_is_declared(files):
     docs = {"pyproject.toml": '[tool.pdm.dev-dependencies]\ndoc = ["sphinx"]\n'}
     assert "mocks>=3" in autoinstall.declared({"shop.py": "", **files})
     assert "sphinx" not in autoinstall.declared({"shop.py": "", **docs})
+
+
+@pytest.mark.parametrize("word", ["mocks[a, b]>=3", "mocks [a,b.c] >= 3", "mocks[a]", "mocks"])
+def test_a_requirement_may_have_blanks_wherever_pip_allows_them(word):
+    files = {"shop.py": "", "pyproject.toml": f'[tool.uv]\ndev-dependencies = ["{word}"]\n'}
+    assert word in autoinstall.declared(files)

@@ -14,7 +14,7 @@ import ast
 import builtins
 import re
 
-from world.untrusted import DEFINITIONS, FUNCTIONS, explain_unreadable, parse
+from world.untrusted import FUNCTIONS, explain_unreadable, parse
 
 LINES = 20  # of one screen
 LONGEST = 200_000  # characters of a file that is looked at
@@ -74,14 +74,15 @@ def bound_names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
-        elif isinstance(node, (*DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
-            names.add(node.name)
         elif isinstance(node, ast.arg):
             names.add(node.arg)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.split(".")[0])
         elif isinstance(node, ast.MatchMapping):
             names.add(node.rest)
+        else:
+            # A definition, what `except` caught, a pattern, from Python 3.12 on a type parameter
+            names.add(getattr(node, "name", None))
     return names
 
 
