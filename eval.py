@@ -48,7 +48,6 @@ from command.hardware import dtype_of
 from command.report import describe_episode
 import fast
 from fast.samplers import make_sampler as make_fast_sampler
-from repositories.verdict import judge
 from world.sandbox import Sandbox
 from repositories.task_file import read_tasks
 
@@ -619,7 +618,7 @@ def sampler_mismatch(model, tokenizer, config, tasks, settings=IN_BF16 + IN_FP32
 
         # The same tokens by the trainer's forward.
         trainer = model.compute_in(dtype)
-        gaps = []
+        gaps = [torch.zeros(0)]  # what is to be concatenated must be something
         for segment in segments[dtype]:
             gaps.append(logprob_gaps(trainer, segment, config["temperature"], replay).abs())
         found[name] = torch.cat(gaps).numpy()
@@ -767,8 +766,10 @@ def play_expert(sloppy, tasks, tokenizer, limits=rollout.Limits(10**6), compact=
     for task in tasks:
         rng = random.Random(task.instance_id)
         played = rollout.demonstrate(task, tokenizer, rng, limits, sloppy, compact)
-        played.passed = judge(task, played.files, sandbox).solved
-        records.append(make_record(played))
+        rollout.judge_rollout(played, sandbox)
+        # What the machine could not judge is left out, as it is of a policy's rollouts.
+        if not played.failure:
+            records.append(make_record(played))
     return records
 
 
@@ -841,6 +842,8 @@ def main(argv):
     levels = ",".join(map(str, LEVELS))
     args = parse_eval_flags(argv, levels, len(synth_tasks.LEVELS), length_penalty.SETTINGS)
     if args.runs == ["demo"] and not Path("demo").exists():
+        if argv != ["demo"]:
+            usage_error("the demonstration takes no flags: python eval.py demo")
         return draw_or_refuse("eval.py", demo)
 
     # Everything that can be refused is refused before the first rollout.
@@ -857,6 +860,8 @@ def main(argv):
         found = {}
         for run, (model, tokenizer, config) in models.items():
             for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
+                if not len(gaps):
+                    usage_error(f"{run}: nothing was sampled, since no task leaves room for a turn")
                 found[f"{run}, {name}"] = gaps
         return report_mismatch(found)
 

@@ -1,13 +1,16 @@
 """command/output_files.py: questions about files that are asked around long work.
 
 Can what is written at the end be written at all, and can every program read it? Is a file still
-the one that it was? And which commit of this program wrote a result?
+the one that it was? Which commit of this program wrote a result? And does whoever reads what is
+printed still read?
 """
 
 import hashlib
 import json
 import math
+import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -64,3 +67,14 @@ def current_commit():
         return done.stdout.strip()
     except OSError:  # no git
         return ""
+
+
+def print_for_reader(text):
+    """Prints a long text. A terminal that is not for all letters shows their numbers; a reader that
+    has seen enough (`| head`) ends the command in silence."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # What Python still has to write when it ends goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

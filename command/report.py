@@ -14,6 +14,7 @@ from there as text, never as HTML. Left out: episodes of the training itself, wh
 file; and a page of more than 3 MB, whose last episodes are dropped.
 """
 
+import codecs
 import difflib
 import html
 import re
@@ -37,16 +38,13 @@ FIGURES = "score", "effort", "bench", "reward", "loss"
 
 
 def token_texts(tokenizer, tokens):
-    """The text of each token. A character of several tokens belongs to the last of them, and the
-    others are empty."""
-    texts, start = [], 0
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[start:end])
-        # No character has more than four bytes: what is not whole after four tokens never will be.
-        whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or end - start >= 4
-        texts.append(escape_control_chars(text) if whole else "")
-        if whole:
-            start = end
+    """The text of each token. A character of several tokens belongs to the last of them. What
+    never becomes a character is a replacement character, as in the text of all tokens."""
+    # The decoder keeps the bytes of an unfinished character until the token that ends it.
+    decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
+    for n, token in enumerate(tokens, 1):
+        piece = tokenizer.encoding.decode_single_token_bytes(token)
+        texts.append(escape_control_chars(decoder.decode(piece, final=n == len(tokens))))
     return texts
 
 

@@ -13,11 +13,11 @@ terminal. Left out: a pager.
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 from command.flags import make_parser, usage_error
+from command.output_files import print_for_reader
 from command.transcripts import escape_control_chars, read_rollouts
 from demos.demonstration import draw_or_refuse
 
@@ -92,10 +92,7 @@ def print_transcript(path, number=None):
         raise ValueError(
             f"{path}: line {number} is no conversation (messages of role, content, tool_calls)"
         ) from None
-    # A terminal that is not for all letters shows their numbers.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    print(text)
+    print_for_reader(text)
 
 
 def replay_or_demonstrate(argv, demo, settings):
@@ -149,13 +146,14 @@ def ask_or_demonstrate(argv, demo, rules, detect):
         usage_error(str(error), "feedback_distill.py")
 
     # Each flagged turn, with the line of the file that holds it
-    counts = dict.fromkeys(names, 0)
+    rows, counts = [], dict.fromkeys(names, 0)
     for line, rollout in rollouts:
         for hint in detect(rollout, names):
             counts[hint.kind] += 1
             turn = rollout.segments[hint.segment].turns[hint.turn]
             called = [f"{call.name}({', '.join(map(repr, call.args))})" for call in turn.calls]
-            print(f"line {line + hint.segment}  {hint.kind}  {hint.text}")
-            print(f"    {ascii(turn.text)[:80]} {ascii(' '.join(called))[1:-1][:160]}")
+            rows.append(f"line {line + hint.segment}  {hint.kind}  {hint.text}")
+            rows.append(f"    {ascii(turn.text)[:80]} {ascii(' '.join(called))[1:-1][:160]}")
     told = ", ".join(f"{name} {number}" for name, number in counts.items())
-    print(f"{len(rollouts)} rollouts; turns that are flagged: {told}")
+    rows.append(f"{len(rollouts)} rollouts; turns that are flagged: {told}")
+    print_for_reader("\n".join(rows))

@@ -2,9 +2,10 @@
 
 import ast
 import re
-import signal
 import sys
 from pathlib import Path
+
+from command.output_files import print_for_reader
 
 OTHERS = {"__init__", "__main__", "runner", "tables"}
 
@@ -31,8 +32,7 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         raise SystemExit(2)
-    # `| head` ends this command in silence, as it ends others.
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    lines = []
     for name, (question, sentence) in questions().items():
-        print(f"python -m experiments.{name:12s} {question}\n    {sentence}")
+        lines.append(f"python -m experiments.{name:12s} {question}\n    {sentence}")
+    print_for_reader("\n".join(lines))

@@ -194,9 +194,11 @@ class Deleting(train.Reinforcement):
     def sample_tasks(self, step):
         tasks = super().sample_tasks(step)
         rng = random.Random(f"{self.run.config.seed}/deletions/{step}")
-        # New ones first, then those that are still neither won nor lost.
+        # One deletion; of what was created two, where there is room: new ones first, then those
+        # that are still neither won nor lost.
         names = sorted(self.created, key=lambda name: (self.won[name] is not None, rng.random()))
-        others = [Task.from_json(self.created[name]) for name in names[:2]]
+        names = names[: min(2, len(tasks) - 1)]
+        others = [Task.from_json(self.created[name]) for name in names]
         others.append(deletion_task(self.run.config.seed * 1_000_003 + step))
         kept = rng.sample(tasks, len(tasks) - len(others))
         efforts = train.settings(self.run.config)

@@ -8,7 +8,8 @@ another. It acts in the process of its own arm alone.
     python -m experiments                   the questions, and what was found
     python -m experiments.feedback          all arms, three seeds: out/feedback/feedback.json, .png
         --seeds=1337,1                      these seeds
-        --steps=N                           in every arm: of RL, or of pretraining if that differs
+        --steps=N                           in every arm: of RL, or of pretraining if that differs,
+                                            or of every stage where arms are whole runs
         --out=DIR                           in the place of out
         --keep                              adds the seeds to those in experiments/results, draws
                                             all of them anew in experiments/figures

@@ -57,6 +57,9 @@ class Chat:
     tool: Listing
     # calls; (): they have the form of rollout.Tokenizer
     call: Listing = ()
+    # The opening for a tokenizer that has no tokens of calls: it declares nothing. (Qwen's is what
+    # Qwen2's template writes where nobody speaks as the system.)
+    bare_opening: str = ""
     # A regular expression for the text inside a call, as mark_controls writes it, that finds name
     # and arguments. "": the text is a JSON object with both.
     reads: str = ""
@@ -92,14 +95,15 @@ class Chat:
 
         if has(*self.call, self.opening, self.user, self.assistant, *self.tool):
             return self
-        if has(self.user, self.assistant):
-            return replace(self, opening="", call=())
+        if has(self.bare_opening, self.user, self.assistant):
+            return replace(self, opening=self.bare_opening, call=())
         return None
 
 
 QWEN = Chat(
     opening="<|im_start|>system\n# Tools\n\n<tools>\n{tools}\n</tools>\n\nA call:\n<tool_call>\n"
     '{{"name": <name>, "arguments": <object>}}\n</tool_call><|im_end|>',
+    bare_opening="<|im_start|>system\nYou are a helpful assistant.<|im_end|>",
     user="\n<|im_start|>user\n{words}<|im_end|>",
     assistant="\n<|im_start|>assistant\n",
     after_tool="\n<|im_start|>assistant\n",
@@ -140,6 +144,7 @@ KIMI = Chat(
 )
 DEEPSEEK = Chat(
     opening="<｜begin▁of▁sentence｜>Tools:\n{tools}",
+    bare_opening="<｜begin▁of▁sentence｜>",
     user="<｜User｜>{words}",
     assistant="<｜Assistant｜>",
     after_tool="",

@@ -185,8 +185,9 @@ class Changes(ast.NodeVisitor):
         return [(self.begin, self.begin, function), (*span, changed)]
 
     def change_value(self, node, each=False):
-        # A starred argument stands for several values, and is none that could be changed.
-        if not isinstance(node, ast.Starred):
+        # A starred argument stands for several values, and is none that could be changed. Nor is a
+        # generator, whose parentheses may be those of a call.
+        if not isinstance(node, (ast.Starred, ast.GeneratorExp)):
             self.found.append(("value", self.value_edits(node, each)))
 
     def replace(self, *edit):

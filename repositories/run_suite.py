@@ -87,7 +87,9 @@ def run_by_plan(
     # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:
-        paths = sorted(set(map(file_of_test, only)))
+        files = sorted(set(map(file_of_test, only)))
+        # A bracket in a path is to pytest the beginning of a test's parameters.
+        paths = plan.paths if any("[" in file for file in files) else files
 
     # Node ids begin at the root, whatever is collected. No failure and no file that cannot be
     # collected ends the run.

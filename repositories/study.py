@@ -67,6 +67,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     # 1) Copy the files and find out how their suite is run.
     files = copy_repository(repo)
     refuse_unusable(repo, files)
+    number_of_files = len(files)  # without those that say to Python that it is installed
     files.update(editable.metadata(files, repo))
     sandbox = sandbox or repository_sandbox(files, time_limit)
     first = first_run(repo, files, sandbox)
@@ -107,7 +108,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     note_tests(files, found, stable, touched)
     number_run = sum(bool(one.tests) for one in found)
     say(
-        f"{name}: {len(files)} files; {len(first['outcomes'])} tests, {len(stable)} stable, "
+        f"{name}: {number_of_files} files; {len(first['outcomes'])} tests, {len(stable)} stable, "
         f"{kinds['failed']} failing, {kinds['error'] + len(ignored)} errors, "
         f"{kinds['passed'] - len(passing)} flaky, {len(slow)} slow; "
         f"{number_run} of {len(found)} definitions are run by a test"

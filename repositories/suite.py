@@ -30,13 +30,13 @@ CONFIG_FILES = (
 # another order or a stop at the first failure would hide outcomes.
 NO_VALUE = (
     r"--no-cov.*|--cov-(append|branch|reset)|-n(\d+|auto|logical)"
-    r"|-f|--looponfail|--reverse|--random.*|-x|--exitfirst|--sw|--stepwise.*"
+    r"|-f|--looponfail|--reverse|--random-order|--randomly-dont-.*|-x|--exitfirst|--sw|--stepwise.*"
     r"|--lf|--last-failed.*|--pdb|--trace|--co|--collect-only"
 )
 LEFT_OUT = re.compile(
     r"--cov([-=].*)?"
     r"|-n|--(numprocesses|dist|maxprocesses|tx|workers|tests-per-worker)(=.*)?"
-    rf"|--maxfail(=.*)?|{NO_VALUE}"
+    rf"|--maxfail(=.*)?|--random.*|{NO_VALUE}"
 )
 WHY_LEFT_OUT = "no coverage, several processes, other order or early end"
 

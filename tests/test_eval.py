@@ -19,12 +19,14 @@ import torch
 from commands import run_command
 import eval as evaluation
 import muon
+import rollout
 from rollout import Limits, Rollout, Segment, Tokenizer, Turn, demonstrate, make_turn
 from command import checkpoints, learning_curves, policy_report, step_log
 from experiments import tables
 from moe import Model, ModelConfig
 from refusals import refuse
 from synth_tasks import LEVELS, make_task
+from world.machine import MachineFailure
 from world.micro import Function, held_out_name
 from world.task import Task
 
@@ -228,6 +230,21 @@ def test_the_careful_expert_solves_every_task_and_says_what_it_takes():
     records = evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
     assert len(records) == 18 and all(record["solved"] for record in records)
     assert records == evaluation.play_careful_expert(evaluation.held_out(2), tokenizer, config)
+
+
+def test_what_the_machine_cannot_judge_of_the_expert_is_left_out(monkeypatch):
+    tasks, plain = evaluation.held_out(1), rollout.judge
+    lost = {task.instance_id for task in tasks[::2]}
+
+    def judge(task, files, sandbox):
+        if task.instance_id in lost:
+            raise MachineFailure("no room")
+        return plain(task, files, sandbox)
+
+    monkeypatch.setattr(rollout, "judge", judge)
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    records = evaluation.play_expert(0.0, tasks, tokenizer)
+    assert [record["task"] for record in records] == [task.instance_id for task in tasks[1::2]]
 
 
 def test_a_lost_rollout_takes_its_task_alone_out_of_pass_at_2():
@@ -663,6 +680,14 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
     evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=0,1", f"--out={tmp_path}"])
     assert capsys.readouterr().out.count("p99") == 3
     assert not (tmp_path / "eval.json").exists()
+
+    # A task whose statement fills the window
+    (long,) = evaluation.held_out(1, (0,))
+    long = replace(long, problem_statement=long.problem_statement + " word" * 3000)
+    (tmp_path / "long.jsonl").write_text(json.dumps(vars(long)) + "\n")
+    words = [str(run[0]), "--mismatch", f"--tasks={tmp_path}/long.jsonl", f"--out={tmp_path}"]
+    assert "no task leaves room" in refuse(evaluation.main, words, capsys)
+
     model, tokenizer, config = evaluation.load_policy(run[0])
     # Matrices that start at zero would make every layer the identity.
     for p in model.parameters():
@@ -767,6 +792,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["{run}", "--out={here}/file"], "file"),
         (["{damaged}"], "damaged"),
         (["--number=2"], "which runs?"),
+        (["demo", "--number=2"], "takes no flags"),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(

@@ -359,6 +359,21 @@ def test_what_a_deletion_leaves_is_a_task_that_only_putting_back_solves():
     assert len(numbers) > 1
 
 
+@pytest.mark.parametrize("tasks, created", [(8, 5), (2, 5), (1, 5), (8, 0)])
+def test_created_tasks_take_the_places_of_others_and_leave_one_for_a_deletion(
+    tasks, created, monkeypatch
+):
+    usual = [synth_tasks.make_task(0, number) for number in range(tasks)]
+    monkeypatch.setattr(train.Reinforcement, "sample_tasks", lambda stage, step: usual)
+    stage = object.__new__(deletions.Deleting)
+    stage.run = SimpleNamespace(config=train.FLAGS.configure({}, "rl"))
+    stage.created = {f"made-{n}": synth_tasks.make_task(1, n).to_json() for n in range(created)}
+    stage.won = dict.fromkeys(stage.created)
+    drawn = stage.sample_tasks(3)
+    assert len(drawn) == tasks and "deletes" in drawn[-1].meta
+    assert len([task for task in drawn if task in usual]) == max(0, tasks - 1 - min(2, created))
+
+
 def test_the_expert_cuts_in_memory_as_sed_cuts_on_the_disk():
     deletions.teach_the_expert_to_delete()
     for number in range(4):

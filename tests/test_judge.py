@@ -580,6 +580,12 @@ def test_a_mutant_changes_its_own_place_and_no_other_byte():
     assert second == text.replace("f.f(2) is not None", "(f.f(2)) is (None)")
 
 
+def test_a_generator_that_is_an_only_argument_is_no_value_to_change():
+    """Its parentheses are those of the call."""
+    text = "def test_a():\n    assert_all(f(x) == 1 for x in y)\n    assert f(2) == 4\n"
+    assert mutant(text, 0, 0, ["f"]) == text.replace("4", "5")
+
+
 def test_a_mutant_that_is_drawn_is_the_same_in_every_run():
     """An element that a comparison ignores: its mutant passes always, and is no mutant; one of the
     other element fails always."""

@@ -32,6 +32,7 @@ from rollout import (
     agent,
     demonstrate,
     flatten,
+    opening_turn,
     pack,
     random_model,
     sample_groups,
@@ -359,6 +360,23 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         if any(t.role == "assistant" for t in e.turns)
     ]
     assert sum(map(len, scored)) > 300 and float(torch.cat(scored).max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "names, begins",
+    [
+        (
+            NAMES["qwen"][:3],
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+        ),
+        (NAMES["deepseek"][:4], "<｜begin▁of▁sentence｜><｜User｜>"),
+    ],
+)
+def test_a_conversation_begins_as_its_model_knows_it_where_no_tool_can_be_declared(names, begins):
+    special = complete_special(RANKS, {name: 600 + i for i, name in enumerate(names)}, 640)
+    ours = make_tokenizer(RANKS, pattern=QWEN2_SPLIT, special=special)
+    assert ours.chat.call == ()
+    assert ours.decode(opening_turn(ours, TASK).tokens).startswith(begins + TASK.problem_statement)
 
 
 @pytest.mark.parametrize("family", EXPECTED)

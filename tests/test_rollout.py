@@ -1259,6 +1259,21 @@ def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_pat
     assert done.returncode == 0 and "a\\u2028b \\xe9" in done.stdout and not done.stderr
 
 
+def test_a_reader_that_has_seen_enough_ends_a_replay_in_silence(tmp_path):
+    # More than a pipe holds
+    line = {"task": "t", "messages": [{"role": "user", "content": "word " * 100_000}]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
+    done = subprocess.Popen(
+        [sys.executable, rollout_module.__file__, f"--replay={tmp_path}/t.jsonl"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with done.stdout, done.stderr:
+        assert done.stdout.read(1)
+        done.stdout.close()
+        assert not done.stderr.read() and done.wait(60) == 0
+
+
 @pytest.mark.parametrize(
     "words",
     [

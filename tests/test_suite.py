@@ -258,7 +258,9 @@ def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text
 def test_an_option_without_a_value_takes_no_path_with_it():
     plan = suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -x tests/unit -n 2 -ra\n"})
     assert plan.options == ["-o", "addopts=tests/unit -ra"]
-    for left_out in ("-nauto", "-n4", "--cov-branch", "--cov-append", "--no-cov-on-fail"):
+    alone = "-nauto", "-n4", "--cov-branch", "--cov-append", "--no-cov-on-fail", "--random-order"
+    with_value = "--random-order-seed 5", "--random-order-bucket global", "--randomly-seed 3"
+    for left_out in (*alone, *with_value, "--random-order-bucket=global"):
         text = f"[pytest]\naddopts = {left_out} tests/unit -ra\n"
         plan = suites.configured_plan({"pytest.ini": text})
         assert plan.options == ["-o", "addopts=tests/unit -ra"], left_out
@@ -591,14 +593,17 @@ def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_pat
         **BASE,
         "tests/test_odd.py": "import nosuchthing\n",
         "tests/test_setup.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n",
+        # A path that pytest would cut at its bracket
+        "tests/[unit]/test_plain.py": "def test_plain(): pass\n",
     }
     said = []
     found = study.study(write(files, tmp_path / "shop"), None, 60, said.append)
-    assert "3 tests, 2 stable, 0 failing, 2 errors" in said[0] and "nosuchthing" in said[-1]
+    assert f"shop: {len(files)} files; 4 tests, 3 stable, 0 failing, 2 errors" in said[0]
+    assert "nosuchthing" in said[-1]
     assert found.ignored == ["tests/test_odd.py"] and found.left_out == [
         "tests/test_setup.py::test_setup"
     ]
-    assert len(found.stable) == 2
+    assert len(found.stable) == 3
 
 
 def test_a_test_that_fails_in_the_opposite_order_alone_stays_in_the_command():

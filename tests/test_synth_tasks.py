@@ -1744,6 +1744,7 @@ def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files
             ["--repo", str(Path(st.__file__).parent), f"--out={st.__file__}/x.jsonl"],
             "cannot be written",
         ),
+        (["--repo", str(Path(st.__file__).parent), "--out=nosuch/"], "cannot be written"),
         (["--repo", "x" * 300], "too long"),
         (["--repo", str(Path(st.__file__).parent), "--out", "x" * 300], "too long"),
     ],
