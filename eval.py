@@ -618,7 +618,7 @@ def sampler_mismatch(model, tokenizer, config, tasks, settings=IN_BF16 + IN_FP32
 
         # The same tokens by the trainer's forward.
         trainer = model.compute_in(dtype)
-        gaps = [torch.zeros(0)]  # what is to be concatenated must be something
+        gaps = [torch.zeros(0)]  # torch.cat takes no empty list
         for segment in segments[dtype]:
             gaps.append(logprob_gaps(trainer, segment, config["temperature"], replay).abs())
         found[name] = torch.cat(gaps).numpy()

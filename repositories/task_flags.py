@@ -80,8 +80,8 @@ def refuse_unwritable(out):
     """Raises a Refusal where no file of tasks can be written: better now than after minutes of
     work."""
     place = Path(out).resolve()
-    is_closed = (
-        out.endswith("/") or place.is_dir() or place.exists() and not os.access(place, os.W_OK)
-    )
-    if is_closed or not os.access(f"{place.parent}/", os.W_OK):
+    # A name that ends with a slash is that of a folder, also where there is none yet.
+    is_folder = out.endswith("/") or place.is_dir()
+    is_closed = place.exists() and not os.access(place, os.W_OK)
+    if is_folder or is_closed or not os.access(f"{place.parent}/", os.W_OK):
         raise Refusal(f"{out or '--out'}: cannot be written")
